@@ -33,7 +33,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["trtrun", "trtrun.*", "parallel", "parallel.*", "launch", "launch.*"]),
     package_data={
-        "trtrun": ["assets/*", "assets/**/*"],
+        "trtrun": ["assets/*", "assets/**/*", "kernels/cuda/*.cu"],
         "launch": ["configs/*.yaml", "serve/page/files/*"],
         "parallel": ["transports/*.cu"],
     },

@@ -73,6 +73,11 @@ class Communicator(Protocol):
         """Return a new [size, *tensor.shape] tensor of every rank's `tensor`, in rank order."""
         ...
 
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send `tensor`[r], of [size, …], to each rank r; return a new tensor of its shape with what each rank sent to
+        this one, in rank order."""
+        ...
+
     def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:
         """Return a new [size, *tensor.shape] tensor of every rank's `tensor` at rank `root`; None elsewhere."""
         ...
@@ -123,6 +128,15 @@ def check_tensor(communicator: Communicator, tensor: torch.Tensor) -> None:
         )
 
 
+def check_parts(communicator: Communicator, tensor: torch.Tensor) -> None:
+    """Raise CommunicatorError unless `tensor` has a part for each rank, and is as `check_tensor` wants it."""
+    check_tensor(communicator, tensor)
+    if tensor.shape[:1] != (communicator.size,):
+        raise CommunicatorError(
+            f"{communicator.name}: {communicator.size} ranks exchange as many parts, not {list(tensor.shape[:1])}"
+        )
+
+
 def check_peer(communicator: Communicator, peer: int) -> None:
     """Raise CommunicatorError unless `peer` is another rank of the group."""
     if not 0 <= peer < communicator.size or peer == communicator.rank:
@@ -143,6 +157,7 @@ def use_every_operation(communicator: Communicator) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         communicator.all_reduce(torch.ones(1, dtype=dtype, device=communicator.device))
     communicator.all_gather(torch.ones(1, device=communicator.device))
+    communicator.all_to_all(torch.ones(size, device=communicator.device))
     for root in range(size):
         communicator.gather(torch.ones(1, device=communicator.device), root)
         communicator.broadcast(torch.ones(1, device=communicator.device), root)

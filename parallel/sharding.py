@@ -23,6 +23,18 @@ def column_range(size: int, rank: int, world: int) -> range:
     return _even_range(size, rank, world, "output features")
 
 
+def expert_range(size: int, rank: int, world: int) -> range:
+    """Return the experts that a rank holds, of `size`: as many as every other rank, or one more.
+
+    Raises:
+        ShardingError: there are fewer experts than ranks, or `rank` is outside the group.
+    """
+    _check_group(rank, world)
+    if size < world:
+        raise ShardingError(f"{size} experts cannot be shared out over {world} ranks: use {size} devices at most")
+    return range(rank * size // world, (rank + 1) * size // world)
+
+
 def vocabulary_range(size: int, rank: int, world: int) -> range:
     """Return the entries of the vocabulary that a rank stores: of `size` padded so that every rank's share is equal.
     Entries from `size` on are padding."""

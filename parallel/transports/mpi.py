@@ -21,6 +21,7 @@ from parallel.communicator import (
     Communicator,
     SumTiming,
     check_dtype,
+    check_parts,
     check_peer,
     check_root,
     check_tensor,
@@ -101,6 +102,16 @@ class MpiCommunicator(Communicator):
         if source.numel():
             nbytes = source.numel() * source.element_size()
             self._comm.Allgather((_memory(source), MPI.BYTE), (_memory(result), nbytes, MPI.BYTE))
+        return result.to(self.device) if self._staged else result
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor of what each rank sent to this one."""
+        check_parts(self, tensor)
+        source = self._host_copy(tensor)
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if source.numel():
+            nbytes = source.numel() * source.element_size() // self.size
+            self._comm.Alltoall((_memory(source), nbytes, MPI.BYTE), (_memory(result), nbytes, MPI.BYTE))
         return result.to(self.device) if self._staged else result
 
     def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:

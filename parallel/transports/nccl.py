@@ -21,7 +21,15 @@ import torch
 from mpi4py import MPI
 from typing_extensions import override
 
-from parallel.communicator import Communicator, SumTiming, check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import (
+    Communicator,
+    SumTiming,
+    check_parts,
+    check_peer,
+    check_root,
+    check_tensor,
+    use_every_operation,
+)
 from parallel.errors import CommunicatorError
 from parallel.mpi_rank import all_gather_json
 from parallel.transports.peer_all_reduce import MOST_RANKS, Layout, PeerAllReduce
@@ -156,6 +164,15 @@ class NcclCommunicator(Communicator):
         if dense.numel():
             pointer, count, kind = self._describe(dense)
             self._handle.allGather(pointer, result.data_ptr(), count, kind, self._stream())
+        return result
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Enqueue sending a part to each rank; return a new tensor of what each rank sends to this one."""
+        check_parts(self, tensor)
+        dense = tensor.contiguous()
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if dense.numel():
+            self._nccl_sums.all_to_all(dense, result)
         return result
 
     def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:

@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from parallel.communicator import Communicator, SumTiming, check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import (
+    Communicator,
+    SumTiming,
+    check_parts,
+    check_peer,
+    check_root,
+    check_tensor,
+    use_every_operation,
+)
 
 
 class SoloCommunicator(Communicator):
@@ -33,6 +41,11 @@ class SoloCommunicator(Communicator):
         """Return a new [1, *tensor.shape] copy of `tensor`."""
         check_tensor(self, tensor)
         return tensor.unsqueeze(0).clone(memory_format=torch.contiguous_format)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a new copy of `tensor`."""
+        check_parts(self, tensor)
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Return a new [1, *tensor.shape] copy of `tensor`."""

@@ -179,7 +179,7 @@ def slice_bounds(count: int, size: int) -> list[int]:
 
 
 class NcclSums:
-    """Sums over the ranks of one NCCL communicator, in place. Tensors are contiguous and not empty."""
+    """Sums over the ranks of one NCCL communicator, in place, and parts for each. Tensors are contiguous, not empty."""
 
     def __init__(self, nccl: Any, handle: Any, types: dict[torch.dtype, int], rank: int, size: int) -> None:
         """Use a communicator that the caller owns.
@@ -223,6 +223,11 @@ class NcclSums:
         parts[self._rank].copy_(own)
         add_up(parts.unbind(), self._total(own), own)
         self._exchange(sent=[own] * self._size, received=slices)
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """Send part r of [size, …] to each rank r, and receive from each what it sends to this one."""
+        received[self._rank].copy_(sent[self._rank])
+        self._exchange(sent=list(sent.unbind()), received=list(received.unbind()))
 
     def _exchange(self, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
         """Send a tensor to each other rank and receive one from each; all at the same time, as one group."""

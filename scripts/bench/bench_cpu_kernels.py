@@ -1,8 +1,8 @@
 """Times trtrun's kernels on the CPU, in bfloat16 or float32, beside what runs without them:
-products of oneDNN or torch, torch's attention.
+products of oneDNN or torch, torch's attention, experts one by one.
 
     python scripts/bench/bench_cpu_kernels.py [--threads 2] [--hidden 1024] [--rows 1,6,32] [--context 128]
-                                        [--dtype float32]
+                                        [--dtype float32] [--experts 64,256,512,8]
 
 Weights are streamed from memory, as in decoding: each product goes through so many of them that no cache holds them.
 All take turns within each repeat; times are medians. "int8" and "fp8" are the own products with weights of 8 bits, of
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from trtrun.kernels.arguments import AttentionCall
 
@@ -27,10 +28,13 @@ import torch
 
 from trtrun.attention.backend import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention
+from trtrun.kernels.cpu.experts import NativeExperts
 from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, processor_kind
 from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, BlockedInt8Matmul, BlockedMatmul
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
+from trtrun.kernels.cpu.operations import CpuOperations
 from trtrun.kernels.torch import fp8
+from trtrun.kernels.torch.experts import HostExperts, choose_experts
 from trtrun.kernels.torch.integers import quantize_int8
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
@@ -115,6 +119,39 @@ def time_attention(queries: int, context: int, repeats: int, dtype: torch.dtype)
     return entry
 
 
+def time_experts(shape: list[int], rows: list[int], repeats: int, dtype: torch.dtype) -> list[dict[str, object]]:
+    """One entry for each number of rows: microseconds a layer of experts, together and one by one."""
+    count, features, hidden, chosen = shape
+    operations = CpuOperations()
+    activate = partial(operations.activate_and_multiply, activation="silu")
+    layers = []
+    for _ in range(max(1, STREAMED_BYTES // (3 * count * features * hidden * dtype.itemsize))):
+        sizes = ((2 * features, hidden), (hidden, features))
+        products = [[BlockedMatmul(torch.randn(size).to(dtype), None) for _ in range(count)] for size in sizes]
+        layers.append((NativeExperts(*products, activate), HostExperts(*products, activate)))
+    entries: list[dict[str, object]] = []
+    for number in rows:
+        x = torch.randn(number, hidden).to(dtype)
+        choices = [choose_experts(torch.randn(number, count), chosen, renormalises=True) for _ in layers]
+        calls = {
+            name: lambda kind=kind, x=x, choices=choices: [
+                layer[kind](x, choice) for layer, choice in zip(layers, choices, strict=True)
+            ]
+            for kind, name in enumerate(("own", "apart"))
+        }
+        seconds = {name: value / len(layers) for name, value in in_turns(calls, repeats).items()}
+        entry: dict[str, object] = {"experts": shape, "rows": number}
+        entry |= {f"{name}_us": round(value * 1e6, 1) for name, value in seconds.items()}
+        entries.append(entry)
+        print(f"experts {shape}, {number} rows: own {entry['own_us']} us, one by one {entry['apart_us']} us")
+    return entries
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers of at least 1, with commas between; errors as of `positive`."""
+    return [positive(part) for part in text.split(",")]
+
+
 def positive(text: str) -> int:
     """A number of at least 1.
 
@@ -133,12 +170,8 @@ def main() -> int:
     parser.add_argument(
         "--hidden", type=positive, default=1024, help="the products are those of a layer with 4 times as many features"
     )
-    parser.add_argument(
-        "--rows",
-        type=lambda text: [positive(part) for part in text.split(",")],
-        default="1,6,32",
-        help="numbers of rows, with commas between",
-    )
+    parser.add_argument("--rows", type=numbers, default="1,6,32", help="numbers of rows, with commas between")
+    parser.add_argument("--experts", type=numbers, default="64,256,512,8", help="count, features, hidden, chosen")
     parser.add_argument("--context", type=positive, default=128, help="tokens that attention looks back on")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=positive, default=9)
@@ -157,11 +190,9 @@ def main() -> int:
     ]
     products = [entry for shape in shapes for entry in time_products(*shape, options.rows, options.repeats, dtype)]
     attention = [time_attention(queries, options.context, options.repeats, dtype) for queries in options.rows]
-    print(
-        json.dumps(
-            {"processor": processor_kind(), "threads": options.threads, "products": products, "attention": attention}
-        )
-    )
+    experts = time_experts(options.experts, options.rows, options.repeats, dtype)
+    found = {"products": products, "attention": attention, "experts": experts}
+    print(json.dumps({"processor": processor_kind(), "threads": options.threads, **found}))
     return 0
 
 

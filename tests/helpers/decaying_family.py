@@ -16,10 +16,10 @@ from checkpoints import save_weights
 from custom_family import PlainReference
 
 from parallel.sharding import column_range
+from trtrun.kernels.torch.recurrence import go_through
 from trtrun.kvcache.specs import RecurrentState
 from trtrun.kvcache.store import LayerCache
 from trtrun.layers.decoder_layer import RowParallelLinear
-from trtrun.layers.recurrence import go_through
 from trtrun.linear.layer import Linear
 from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelFamily, read_model_config
@@ -91,7 +91,9 @@ class Decay:
 
     def __call__(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache) -> torch.Tensor:
         value, decay = self.brought(x).float().chunk(2, dim=1)
-        return go_through(_decay, (value, decay.sigmoid()), cache, value.shape[1]).to(x.dtype)
+        assert cache.states is not None and cache.segment_states is not None
+        brought = value, decay.sigmoid()
+        return go_through(_decay, brought, cache.states, cache.segment_states, value.shape[1]).to(x.dtype)
 
 
 def _decay(

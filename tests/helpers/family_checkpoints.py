@@ -46,6 +46,18 @@ _DELTA_NET = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
 }
+_LATENTS = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 44,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+}
+_KINDS = ["sliding_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         "head_dim": 24,
@@ -82,9 +94,79 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "deepseek_v2": {
+        **_LATENTS,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        **_LATENTS,
+        "q_lora_rank": 36,
+        "attention_bias": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 0.9,
+            "mscale_all_dim": 0.6,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "gemma4_text": {
+        "head_dim": 24,
+        "global_head_dim": 40,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 7,
+        "final_logit_softcapping": 30.0,
+        "layer_types": [*_KINDS, "full_attention"],
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+    },
+    "gemma4_small": {
+        "head_dim": 16,
+        "global_head_dim": 40,
+        "sliding_window": 7,
+        "final_logit_softcapping": 30.0,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 209,
+        "layer_types": [*_KINDS[:3], *_KINDS[:2]],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "ernie4_5": {"head_dim": 24, "use_bias": True},
     "glm": {"head_dim": 24},
     "glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+    },
+    "glm4_moe_lite": {
+        **_LATENTS,
+        "q_lora_rank": 36,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "n_routed_experts": 5,
+        "n_shared_experts": 2,
+    },
     "gpt_oss": {
         "head_dim": 24,
         "sliding_window": 7,
@@ -175,6 +257,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By model_type, what of its config.json is not in COMMON."""
 
+_MODEL_TYPES = {"gemma4_small": "gemma4_text"}
+"""Model types of FAMILIES that have several shapes."""
+
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
@@ -186,6 +271,11 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "eoi_token_index": 201,
             "image_token_index": 202,
         },
+    ),
+    "gemma4": (
+        "gemma4_small",
+        {"pad_token_id": 0},
+        {"vision_config": {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}},
     ),
     "qwen3_5": ("qwen3_5_text", {}, {"vision_config": _QWEN_VISION}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}, {"vision_config": _QWEN_VISION}),
@@ -217,9 +307,10 @@ def write_family(
     text = {**COMMON, **FAMILIES[text_type], **own, **values}
     if model_type in NESTED:
         tied = text["tie_word_embeddings"]
+        text["model_type"] = _MODEL_TYPES.get(text_type, text_type)
         config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **beside)
     else:
-        config = AutoConfig.for_model(model_type, **text)
+        config = AutoConfig.for_model(_MODEL_TYPES.get(model_type, model_type), **text)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         kind = AutoModelForImageTextToText if model_type in NESTED else AutoModelForCausalLM
@@ -232,6 +323,11 @@ def write_family(
                 parameter.copy_(made * 1.5 * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.mul_(0.7 + 0.5 * torch.rand(1, generator=generator))
         if not config.tie_word_embeddings:
             embedding = model.get_input_embeddings().weight
             embedding.copy_(torch.randn(embedding.shape, generator=generator))

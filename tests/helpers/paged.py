@@ -85,6 +85,9 @@ class LockStepCommunicator(SoloCommunicator):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._exchange(tensor)
 
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._exchange(tensor)[:, self.rank].contiguous()
+
     def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:  # type: ignore[override]
         everyone = self._exchange(tensor)
         return everyone if self.rank == root else None
@@ -104,15 +107,18 @@ class PagedModel:
         device: torch.device = CPU,
         load_format: LoadFormat = "auto",
         kv_format: str = "auto",
+        by_experts: bool = False,
     ) -> None:
         self._device = device
+        read = read_model_config(path)
+        config = read.cut_by_experts() if by_experts else read
         self._group = LockStepGroup(tp_size)
 
         def load(rank: int) -> tuple[CausalLM, LoadReport]:
             communicator = LockStepCommunicator(self._group, rank) if tp_size > 1 else SoloCommunicator()
             return load_model(
                 path,
-                read_model_config(path),
+                config,
                 communicator,
                 device,
                 dtype,
@@ -124,7 +130,6 @@ class PagedModel:
         loaded = self._group.run(load)
         self.models = [model for model, _ in loaded]
         self.reports = [report for _, report in loaded]
-        config = self.models[0].config
         made = choose_format(kv_format, config.kv_scheme)
         self.stores = [
             KVStore(

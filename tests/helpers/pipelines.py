@@ -33,6 +33,7 @@ def configuration(
     target_quantization: str = "none",
     heads: Path | None = None,
     heads_apart: bool = False,
+    expert_parallel: bool = False,
     **sections: dict[str, Any],
 ) -> RuntimeConfig:
     """A configuration; `devices` are the draft's and the target's, `sections` what YAML would say otherwise.
@@ -41,6 +42,7 @@ def configuration(
     `heads_apart`, else on the target's.
     A draft with `quantization` computes in bfloat16, whatever the `dtype` of the target, and so does a target with
     `target_quantization`.
+    With `expert_parallel` experts of both lie whole on ranks.
     draft_len does not depend on times unless `speculation` says so: tests count what was drafted.
     """
     speculation = sections.pop("speculation", {})
@@ -66,6 +68,9 @@ def configuration(
         values["draft"] = {"model": str(draft), "devices": list(devices[0]), "dtype": dtype}
         if quantization != "none":
             values["draft"] |= {"quantization": quantization, "dtype": "bfloat16"}
+    if expert_parallel:
+        for role in ("target", *(("draft",) if draft is not None else ())):
+            values[role]["expert_parallel"] = True
     return make_config(values)
 
 

@@ -61,6 +61,17 @@ def test_all_gather_stacks_the_ranks_in_order(communicator: Communicator, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_to_all_gives_every_rank_its_part_of_each(communicator: Communicator, dtype: torch.dtype) -> None:
+    rank, size = communicator.rank, communicator.size
+    for shape in SHAPES:
+        sent = [torch.stack([sample(source, shape, dtype, salt) for salt in range(size)]) for source in range(size)]
+        for layout in (torch.Tensor.contiguous, strided):
+            result = communicator.all_to_all(layout(sent[rank].to(communicator.device)))
+            assert same_bits(result, torch.stack([everything[rank] for everything in sent]))
+            assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_stacks_the_ranks_at_the_root_alone(communicator: Communicator, dtype: torch.dtype) -> None:
     for root in range(communicator.size):
         for shape in SHAPES:
@@ -145,8 +156,10 @@ def test_wrong_peers_dtypes_and_devices_are_refused(communicator: Communicator) 
         communicator.broadcast(note, communicator.size)
     with pytest.raises(CommunicatorError):
         communicator.gather(note, communicator.size)
+    with pytest.raises(CommunicatorError, match="ranks exchange as many parts"):
+        communicator.all_to_all(torch.ones(communicator.size + 1, device=communicator.device))
     for wrong in (note.to(torch.float64), torch.ones(1, device="meta")):
-        for operation in (communicator.all_reduce, communicator.all_gather):
+        for operation in (communicator.all_reduce, communicator.all_gather, communicator.all_to_all):
             with pytest.raises(CommunicatorError):
                 operation(wrong)
 

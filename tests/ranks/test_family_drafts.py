@@ -25,7 +25,12 @@ SAMPLING = mixed_sampling(16)
 CASES = [
     *(("qwen3_moe", method) for method in METHODS),
     *(("gemma3_text", method) for method in ("EAGLE-1", "EAGLE-3", "EAGLE-3, dynamic tree", "DFlash")),
-    *(("mixtral", method) for method in ("a draft model", "EAGLE-3, dynamic tree")),
+    *(
+        (family, method)
+        for family in ("deepseek_v3", "mixtral")
+        for method in ("a draft model", "EAGLE-3, dynamic tree")
+    ),
+    ("gemma4_small", "a draft model"),
 ]
 """Every method for one family, and for others what meets their layers and ends; in one process all meet all
 (test_lossless_families.py)."""
@@ -72,3 +77,21 @@ def test_texts_are_plain_ones_on_a_split_target(root: Path, name: str, family: s
     if found is not None:
         assert found[0] == texts
         assert found[1] > drafting.least // 2
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if name in ("a+ab", "ab+ba")])
+def test_texts_of_experts_that_lie_whole_on_ranks_are_plain_ones(root: Path, name: str) -> None:
+    """Of 7 experts, with one of all tokens beside."""
+    folder = root / "qwen2_moe"
+    if MPI.COMM_WORLD.rank == 0 and not folder.exists():
+        write_family(folder / "target", "qwen2_moe", seed=1, dtype=torch.bfloat16)
+        write_drafter(folder / "model", "model", folder / "target", [])
+    meet()
+    draft, target = HERE[name]
+    plain = configuration(folder / "target", None, devices=((), target), expert_parallel=True)
+    texts = run_job(plain, use)
+    drafting = configuration(folder / "target", folder / "model", devices=(draft, target), expert_parallel=True)
+    found = run_job(drafting, use)
+    if found is not None and texts is not None:
+        assert found[0] == texts[0]
+        assert found[1] > 15

@@ -99,7 +99,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"job_spec"}),
     ),
     "trtrun.memory": (
-        frozenset({"largest_round", "memory_requirements"}),
+        frozenset({"largest_round", "memory_requirements", "expert_cuts"}),
         frozenset({"working_memory", "spaces"}),
     ),
     "trtrun.loading": (
@@ -167,7 +167,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"chooser"}),
         frozenset({"cpu", "triton"}),
         frozenset({"torch"}),
-        frozenset({"arguments", "library_speeds"}),
+        frozenset({"arguments", "library_speeds", "routing"}),
     ),
     "trtrun.timing": (
         frozenset({"tracing"}),

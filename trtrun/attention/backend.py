@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
     reads_forks: bool
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
-        """Rotate queries and keys, store the new keys and values, then attend.
+        """Rotate queries and keys, store the new keys and values, where there are any, then attend.
 
         Returns:
             [places, heads, head] in the queries' dtype.
@@ -102,14 +102,30 @@ class GatherAttention:
             operations_of(store.device.type).copy_tokens(part, source, target, offset)
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
-        batch = call.batch
+        kv_heads, head_dim = call.store_layer.shape[2], call.query_key.shape[-1]
+        query, fresh = rotate(call.query_key, *call.angles), None
+        if call.writes:
+            query, key = query[:, :-kv_heads], query[:, -kv_heads:]
+            fresh = torch.cat((key.reshape(-1, head_dim), call.value.reshape(-1, head_dim)))
+        return self.store_and_attend(query, fresh, call)
+
+    def store_and_attend(self, query: torch.Tensor, fresh: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
+        """Store what is new, then attend.
+
+        Args:
+            query: [places, heads, head], rotated.
+            fresh: [n, head]: keys of all places and KV heads, rotated, then as many values; where the store has one
+                part, keys alone, which stand for values, too; None where nothing is stored.
+            call: of which the store, the batch, and what scores become and meet count.
+
+        Returns:
+            [places, heads, head].
+        """
+        batch, head_dim = call.batch, query.shape[-1]
         num_blocks, kv_heads = call.store_layer.shape[1:3]
-        head_dim = call.query_key.shape[-1]
-        rotated = rotate(call.query_key, *call.angles)
-        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
-        write = batch.write_index((num_blocks, kv_heads))
-        fresh = torch.cat((key.reshape(-1, head_dim), call.value.reshape(-1, head_dim)))
-        self._format.write(call.store_layer, write, fresh, call.kv_scales)
+        if fresh is not None:
+            write = batch.write_index((num_blocks, kv_heads))[: len(fresh)]  # that of keys comes first
+            self._format.write(call.store_layer, write, fresh, call.kv_scales)
         outputs = []
         for number, segment in enumerate(batch.segments):
             queries = query[segment.start : segment.stop].view(segment.rows, segment.queries, -1, head_dim)
@@ -128,16 +144,16 @@ class GatherAttention:
     def _attend(self, query: torch.Tensor, group: ContextGroup, call: AttentionCall) -> torch.Tensor:
         """Attend for some rows: query [R, Q, heads, head], rotated → the same shape."""
         rows, queries, heads, head_dim = query.shape
-        window = call.window
-        num_blocks, kv_heads = call.store_layer.shape[1:3]
+        parts, num_blocks, kv_heads = call.store_layer.shape[:3]
         index = group.gather_index((num_blocks, kv_heads))
+        index = index[: len(index) * parts // 2]
         context = self._format.read(call.store_layer, index, head_dim, query.dtype, call.kv_scales)
+        context = context.view(parts, rows, kv_heads, -1, head_dim).expand(2, -1, -1, -1, -1)
         own = self._own(query)
         if own is not None:
-            context = context.view(2, rows, kv_heads, -1, head_dim)
             return own(query, context, group.positions, call)
-        keys, values = context.view(2, rows * kv_heads, -1, head_dim).unbind()
-        mask = group.mask(window)
+        keys, values = context.flatten(1, 2).unbind()
+        mask = group.mask(call.window)
         grouped = query.view(rows, queries, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
         tile = max(16, _SCORE_ELEMENTS // (rows * heads * keys.shape[1]))
         tiles = [

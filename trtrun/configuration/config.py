@@ -24,6 +24,7 @@ from trtrun.configuration.drafting.drafting_methods import (
     is_unknown,
     needs_draft_model,
     needs_heads,
+    place_heads,
     read_speculation,
     settle_vocabulary,
 )
@@ -97,8 +98,10 @@ class RuntimeConfig(Section):
         if needs_draft_model(speculation) and not is_unknown(speculation):
             return values
         placed = {key: value for key, value in values.items() if key not in ("draft", "draft_adapters")}
-        if needs_heads(speculation) and values.get("draft") is not None:
-            placed["draft"] = OfHeads(values["draft"])
+        if needs_heads(speculation):
+            heads = place_heads(speculation, values.get("draft"), values.get("target"))
+            if heads is not None:
+                placed["draft"] = OfHeads(heads)
         return placed
 
     @classmethod

@@ -106,6 +106,8 @@ class ModelSection(Section):
         quantization: `fp8` rounds weights to E4M3, with a scale per output feature, and activations per token;
             `fp8_block` by 128 x 128 weights and 128 activations; `fp8_weight_only` leaves activations as they are;
             `fp8_with_head` rounds the vocabulary head, too, for small drafts; `int8` is for drafts alone.
+        expert_parallel: of models with experts on several devices: each holds some experts, whole, in place of
+            features of all. `trtrun plan` compares both.
     """
 
     model: FilePath
@@ -113,6 +115,7 @@ class ModelSection(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     load_format: LoadFormat = "auto"
     quantization: str = "none"
+    expert_parallel: bool = False
 
 
 class DraftSection(ModelSection):
@@ -140,9 +143,9 @@ class HeadsSection(Section):
     """What stands in `draft` where the method drafts with heads, which compute in the target's dtype.
 
     Attributes:
-        model: directory with the heads (safetensors), or `org/name` in the Hugging Face cache.
-        devices: one that the target does not have, on which the head of `eagle` or `eagle3` drafts by itself. Left out:
-            heads are shared out over the target's devices.
+        model: directory with the heads (safetensors), or `org/name` in the Hugging Face cache. Left out with `mtp`.
+        devices: one that the target does not have, on which the head of `eagle`, `eagle3` or `mtp` drafts by itself.
+            Left out: heads are shared out over the target's devices.
     """
 
     model: FilePath

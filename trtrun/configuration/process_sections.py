@@ -191,10 +191,10 @@ class ServerSection(Section):
         allowed_origins: of web pages whose scripts may ask in a browser, such as `https://chat.example`. `*` for all,
             which lets every page that is open on this host ask a server without keys.
         tool_parser: how the model writes calls of tools: hermes, qwen3_coder, glm45, glm47, minimax_m2, kimi_k2,
-            llama3_json, llama_nemotron_json, mistral, deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, gpt-oss,
-            json (a list of calls), or none. Left out: as its chat template shows.
-        reasoning_parser: how it writes what it thinks: qwen3, deepseek_r1, mistral, gpt-oss, or none. Left out: as its
-            chat template shows.
+            llama3_json, llama_nemotron_json, mistral, deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, gemma4,
+            gpt-oss, json (a list of calls), or none. Left out: as its chat template shows.
+        reasoning_parser: how it writes what it thinks: qwen3, deepseek_r1, mistral, gemma4, gpt-oss, or none. Left out:
+            as its chat template shows.
         generation_config: auto or none: whether sampling that a request does not say is that of the model's
             generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens), as in vLLM;
             also of `trtrun run`, `trtrun chat` and the Python API.

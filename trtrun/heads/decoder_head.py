@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trtrun.kvcache.segments import AttentionBatch
+from trtrun.kvcache.specs import LayerSpecs
 from trtrun.layers.embedding import KnownLogits
 from trtrun.layers.rotary import RotaryEmbedding
 
@@ -20,7 +21,7 @@ class HeadParts:
         dtype: of the target's activations, and of the head's.
         device: of its weights and activations.
         hidden_size: of its states.
-        kv_heads, head_dim: of the keys and values that this rank keeps of a token.
+        keeps: what this rank keeps of rows for each layer.
         rotary: of all layers.
         embedding: tokens [n] to [n, hidden], its own or the target's.
         logits: of [n, hidden] of the end.
@@ -29,8 +30,7 @@ class HeadParts:
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
-    kv_heads: int
-    head_dim: int
+    keeps: Sequence[LayerSpecs]
     rotary: RotaryEmbedding
     embedding: Callable[[torch.Tensor], torch.Tensor]
     logits: KnownLogits
@@ -42,18 +42,16 @@ class DecoderHead:
     Attributes:
         hidden_size: of its states.
         dtype, device: of its activations.
-        num_layers, kv_heads, head_dim: of the keys and values that this rank keeps of a token.
+        keeps: what this rank keeps of rows for each layer.
         has_overflowed: on the CPU, whether any state so far may not have been finite.
         share: see KnownLogits.
     """
 
-    def __init__(self, parts: HeadParts, num_layers: int) -> None:
+    def __init__(self, parts: HeadParts) -> None:
         self.dtype = parts.dtype
         self.device = parts.device
         self.hidden_size = parts.hidden_size
-        self.num_layers = num_layers
-        self.kv_heads = parts.kv_heads
-        self.head_dim = parts.head_dim
+        self.keeps = parts.keeps
         self.has_overflowed = False
         self.share = parts.logits.share
         self._rotary = parts.rotary

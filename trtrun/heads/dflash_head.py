@@ -99,7 +99,7 @@ class DFlashHead(DecoderHead):
             mask_token, from_newest: see the class.
             is_causal: whether tokens of a draft do not see those behind them.
         """
-        super().__init__(parts, len(layers))
+        super().__init__(parts)
         self.mask_token = mask_token
         self.from_newest = from_newest
         self.looks_back = markov is not None
@@ -186,7 +186,7 @@ class DFlashHead(DecoderHead):
         attended = _attend(attention, query_key, value, angles, drafted.own, store_layer, attention.window)
         if self._is_causal:
             return attended
-        heads = query_key.shape[1] - self.kv_heads
+        heads = query_key.shape[1] - value.shape[1]
         rotated = rotate(query_key, *angles)
         query_key = torch.cat((rotated[:, :heads], rotated[:, heads:].index_select(0, drafted.last)), dim=1)
         unturned = torch.ones_like(angles[0]), torch.zeros_like(angles[1])

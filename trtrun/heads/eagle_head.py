@@ -1,11 +1,12 @@
-"""An EAGLE head on one rank of a target: a decoder layer of its own over the target's hidden states, and logits (EAGLE:
-Li et al. 2024, arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840).
+"""An EAGLE or MTP head on one rank of a target: a decoder layer of its own over the target's hidden states, and logits
+(EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840; MTP: arXiv:2412.19437).
 
 At position i its first layer reads the embedding of the token at i + 1 beside a hidden state of i: of tokens that the
 target has read, the target's own; of tokens that are drafted, what the head itself left behind at the position before.
 In EAGLE-3 the target's is made by fc of several, and each half is normed; before it, fc makes one state of embedding
-and hidden state, and nothing is normed. Layers are shared out over the group as a decoder's are, fc is computed on
-every rank, and logits are for the rank that decides. It does not know tensors' names, rows or which tokens are chosen.
+and hidden state, and nothing is normed; in MTP both are normed before it. Layers are shared out over the group as a
+decoder's are, fc is computed on every rank, and logits are for the rank that decides. It does not know tensors' names,
+rows or which tokens are chosen.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore, LayerCache
 from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
 from trtrun.linear.layer import Linear
+from trtrun.models.layer_plan import Layer
 from trtrun.tensors import inference
 
 
@@ -89,6 +91,29 @@ class FusedLayer:
 
 
 @dataclass
+class MTPLayer:
+    """That of multi-token prediction: fc makes one state of embedding and hidden state, each behind a norm, and a layer
+    like the target's follows."""
+
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
+    fc: Linear
+    layer: Layer
+
+    def __call__(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = self.fc(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=1))
+        delta = self.layer.feed_forward(stream, self.layer.attend(stream, None, angles, cache))
+        assert delta is not None, "layers that draft leave something to add"
+        return stream, delta
+
+
+@dataclass
 class TapFusion:
     """What makes one hidden state of the target's at all taps, in EAGLE-3.
 
@@ -132,7 +157,7 @@ class EagleHead(DecoderHead):
             first, layers, final_norm: in this order; not all heads have a final norm.
             norm_output: whether the next step reads what leaves the final norm.
         """
-        super().__init__(parts, 1 + len(layers))
+        super().__init__(parts)
         self._fusion = fusion
         self._first = first
         self._layers = layers

@@ -1,7 +1,7 @@
-"""What an EAGLE head consists of on each rank of the target, and how it is built (EAGLE: Li et al. 2024,
-arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840).
+"""What an EAGLE or MTP head consists of on each rank of the target, and how it is built (EAGLE: Li et al. 2024,
+arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840; MTP: arXiv:2412.19437).
 
-It knows weights and shapes. It does not know where files have them (eagle_layouts.py), or how a head
+It knows weights and shapes. It does not know where files have them (eagle_layouts.py, mtp_layouts.py), or how a head
 computes (heads/eagle_head.py).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
@@ -17,11 +17,12 @@ from trtrun.heads.head_plan import DecoderHeadPlan, JoiningPlan, count_layers
 from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.decoder_plan import GatedMLPPlan
 from trtrun.models.layer_plan import NormPlan
+from trtrun.models.mtp_plan import MTPPlan
 from trtrun.weights.weight import Share, Weight
 
 if TYPE_CHECKING:
     from parallel.communicator import Communicator
-    from trtrun.heads.eagle_head import EagleHead, FusedLayer, JoinedLayer, TapFusion
+    from trtrun.heads.eagle_head import EagleHead, FirstLayer, FusedLayer, JoinedLayer, MTPLayer, TapFusion
     from trtrun.heads.heads import HeadsTarget
     from trtrun.weights.weight_reader import WeightReader
 
@@ -55,6 +56,22 @@ class FusionPlan:
         )
 
 
+class FirstLayerPlan(Protocol):
+    """The first layer, which reads a token's embedding beside a hidden state."""
+
+    def weights(self) -> Sequence[Weight]:
+        """All of the layer's."""
+        ...
+
+    def token_bytes(self, share: Share, item_bytes: int) -> int:
+        """Upper bound of what a rank holds of a token in attention and behind it, in activations of `item_bytes`."""
+        ...
+
+    def build(self, reader: WeightReader) -> FirstLayer:
+        """The layer on the reader's rank."""
+        ...
+
+
 @dataclass(frozen=True)
 class JoinedLayerPlan:
     """The first layer of EAGLE: fc makes one state of a token's embedding and a hidden state.
@@ -74,6 +91,9 @@ class JoinedLayerPlan:
         """All of the layer's."""
         norms = [norm.weight for norm in (self.input_norm, self.post_attention_norm) if norm is not None]
         return (*self.fc.weights(), *norms, *self.attention.weights(), *self.mlp.weights())
+
+    def token_bytes(self, share: Share, item_bytes: int) -> int:
+        return (self.attention.token_numbers(share) + self.mlp.token_numbers(share)) * item_bytes
 
     def build(self, reader: WeightReader) -> JoinedLayer:
         """The layer on the reader's rank."""
@@ -108,6 +128,9 @@ class FusedLayerPlan:
         norms = (self.input_norm.weight, self.hidden_norm.weight, self.post_attention_norm.weight)
         return (*norms, *self.attention.weights(), *self.mlp.weights())
 
+    def token_bytes(self, share: Share, item_bytes: int) -> int:
+        return (self.attention.token_numbers(share) + self.mlp.token_numbers(share)) * item_bytes
+
     def build(self, reader: WeightReader) -> FusedLayer:
         """The layer on the reader's rank."""
         from trtrun.heads.eagle_head import FusedLayer
@@ -123,6 +146,38 @@ class FusedLayerPlan:
 
 
 @dataclass(frozen=True)
+class MTPLayerPlan:
+    """A layer for multi-token prediction as the target's family plans it.
+
+    Attributes:
+        fc: of embedding and hidden state, in this order.
+        mtp: the rest of it.
+    """
+
+    fc: JoiningPlan
+    mtp: MTPPlan
+
+    def weights(self) -> Sequence[Weight]:
+        """All of the layer's."""
+        norms = (self.mtp.embedding_norm.weight, self.mtp.hidden_norm.weight)
+        return (*self.fc.weights(), *norms, *self.mtp.layer.weights())
+
+    def token_bytes(self, share: Share, item_bytes: int) -> int:
+        return self.mtp.layer.token_bytes(share, item_bytes)
+
+    def build(self, reader: WeightReader) -> MTPLayer:
+        """The layer on the reader's rank."""
+        from trtrun.heads.eagle_head import MTPLayer
+
+        return MTPLayer(
+            self.mtp.embedding_norm.build(reader),
+            self.mtp.hidden_norm.build(reader),
+            reader.linear(*self.fc.both),
+            self.mtp.layer.build(reader),
+        )
+
+
+@dataclass(frozen=True)
 class EaglePlan(DecoderHeadPlan):
     """The head of a directory; `layers` are those behind the first one.
 
@@ -134,7 +189,7 @@ class EaglePlan(DecoderHeadPlan):
     """
 
     fusion: FusionPlan | None
-    first: FusedLayerPlan | JoinedLayerPlan
+    first: FirstLayerPlan
     final_norm: NormPlan | None
     norm_output: bool
 
@@ -151,11 +206,10 @@ class EaglePlan(DecoderHeadPlan):
         beside the hidden state; and of what a layer holds."""
         hidden, taken = self.stored.hidden_size, len(self.taps) * self.target_hidden_size
         held = 3 * taken + 12 * hidden
-        held += self.first.attention.token_numbers(share) + self.first.mlp.token_numbers(share)
         if share.size > 1:
             held += 3 * hidden * (share.size + 2)
         norms_in_float32 = 3 * max(hidden, taken, len(self.stored.queries.held(share))) * 4
-        return held * item_bytes + norms_in_float32
+        return held * item_bytes + self.first.token_bytes(share, item_bytes) + norms_in_float32
 
     def describe(self) -> str:
         """Describe it in words."""

@@ -30,7 +30,7 @@ class EmbeddingAndHeadPlan:
     """Plan of the embedding and the vocabulary head of one directory's heads.
 
     Attributes:
-        files: where they are.
+        files: where they are; None where these are the target's.
         target_vocab_size: of the target.
         hidden_size: of the heads' states.
         embedding: name of their embedding; None where the target's serves.
@@ -42,7 +42,7 @@ class EmbeddingAndHeadPlan:
             have none of their own; else its rows as files have them.
     """
 
-    files: Checkpoint
+    files: Checkpoint | None
     target_vocab_size: int
     hidden_size: int
     embedding: str | None
@@ -107,7 +107,7 @@ class EmbeddingAndHeadPlan:
 
         files, d2t, t2d = self.files, self.d2t, self.t2d
         num_lines, target_vocab_size = self.num_lines, self.target_vocab_size
-        if d2t is None:
+        if d2t is None or files is None:
             return None
         file, own = files.file(d2t), torch.arange(num_lines)
         token_ids = own + files.integers(d2t)

@@ -7,12 +7,13 @@ It needs no torch but where it builds. Names of tensors come from the reader of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.layers.rope import RopeConfig
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.models.decoder_plan import DecoderPlan
 from trtrun.models.layer_plan import ModelShape
 from trtrun.weights.checkpoint import Checkpoint
@@ -60,6 +61,7 @@ class DecoderHeadPlan:
         stored: shape of its layers.
         layers: ordinary layers, in order.
         rope: how it rotates.
+        files_of: the target whose own files have it, as that has stored it; None where it has files of its own.
     """
 
     name: str
@@ -70,11 +72,21 @@ class DecoderHeadPlan:
     stored: ModelShape
     layers: tuple[DecoderPlan, ...]
     rope: RopeConfig
+    files_of: ModelConfig | None = field(default=None, kw_only=True)
 
     @property
-    def files(self) -> Checkpoint:
-        """Where it is, with headers read."""
+    def files(self) -> Checkpoint | None:
+        """Where it is, with headers read; None where these are the target's."""
         return self.embedding_and_head.files
+
+    def held(self, weight: Weight) -> Quantization:
+        """How a weight of it is held.
+
+        Raises:
+            CheckpointError: see `ModelConfig.quantization_of`.
+        """
+        plain = QUANTIZATIONS.get("none")
+        return plain if self.files_of is None else self.files_of.quantization_of(weight, plain)
 
     @cached_property
     def weights(self) -> Sequence[Weight]:
@@ -104,8 +116,7 @@ class DecoderHeadPlan:
             dtype=target.dtype,
             device=target.device,
             hidden_size=self.stored.hidden_size,
-            kv_heads=len(self.stored.keys.units(reader.share)),
-            head_dim=self.stored.head_dim,
+            keeps=self.stored.keeps(reader.share),
             rotary=RotaryEmbedding(self.rope, self.stored.head_dim, target.dtype, reader.device),
             embedding=own.embedding,
             logits=own.logits,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError
+from trtrun.linear.quantization.base import Quantization
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
 from trtrun.registry import Registry
@@ -64,8 +65,16 @@ class HeadsPlan(Protocol):
     """The heads of one directory, as far as they are used."""
 
     @property
-    def files(self) -> Checkpoint:
-        """Where they are, with headers read."""
+    def files(self) -> Checkpoint | None:
+        """Where they are, with headers read; None where these are the target's."""
+        ...
+
+    def held(self, weight: Weight) -> Quantization:
+        """How a weight of theirs is held.
+
+        Raises:
+            CheckpointError: see `ModelConfig.quantization_of`.
+        """
         ...
 
     @property

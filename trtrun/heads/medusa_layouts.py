@@ -22,6 +22,7 @@ from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError, shorten
 from trtrun.heads.heads import HEADS, HEADS_FILES, HeadsTarget
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.models.config import ModelConfig
 from trtrun.weights.checkpoint import Checkpoint, read_json
 from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
@@ -77,6 +78,9 @@ class MedusaPlan:
     def num_logits(self) -> int:
         """The number of heads, which all give logits at once."""
         return len(self.blocks)
+
+    def held(self, weight: Weight) -> Quantization:
+        return QUANTIZATIONS.get("none")
 
     def target_weights(self, target: ModelConfig) -> Sequence[Weight]:
         return () if self.matrices else (target.head,)

@@ -40,7 +40,7 @@ Activations = torch.Tensor | RoundedRows
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
 """What gates go through, before factors are multiplied with: x * sigmoid(x), or GELU's approximation by tanh
-(arXiv:1606.08415), which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)); or sigmoid(x), on CPUs alone.
+(arXiv:1606.08415), which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)); or sigmoid(x).
 
 That of gpt-oss, "clamped_swiglu", has a limit: gates are at most so large, factors of at most that size, and what comes
 of them is x * sigmoid(1.702 * x) * (factor + 1), in float32 and rounded once."""
@@ -100,7 +100,8 @@ class AttentionCall(NamedTuple):
     Attributes:
         query_key: [tokens, heads + kv_heads, head]: the queries, then the keys, not rotated yet; of a batch with forks
             those of its tokens where the backend `reads_forks`, else of its places.
-        value: [tokens, kv_heads, head] of the same tokens.
+        value: [tokens, kv_heads, head] of the same tokens; with no heads where the layer attends in keys and values
+            of another, and writes none: then there are only queries in front of it.
         angles: cosines and signed sines, [places, 1, head] each; see RotaryEmbedding.
         store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head] as the format has it.
         batch: the forward's segments, which say who sees whom.
@@ -123,3 +124,34 @@ class AttentionCall(NamedTuple):
     kv_scales: torch.Tensor | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether there are keys and values to store."""
+        return self.value.shape[1] > 0
+
+
+class LatentCall(NamedTuple):
+    """All that one layer's attention over latents takes of a forward (arXiv:2405.04434, with what makes keys and values
+    of latents multiplied into queries and outputs).
+
+    Attributes:
+        query: [tokens, heads, rank], to be multiplied with latents; of a batch with forks of its tokens or its places.
+        turned_query: [tokens, heads, rotated] of the same tokens, not rotated yet.
+        latent: [tokens, rank] of the same tokens.
+        turned_key: [tokens, rotated] of the same tokens, for all heads, not rotated yet.
+        angles: cosines and signed sines, [places, 1, rotated] each; see RotaryEmbedding.
+        interleaved: whether neighbouring numbers are rotated together, and not those half of `rotated` apart.
+        store_layer: latents, with rotated keys behind them, [1, blocks, 1, block, rank + rotated] as the format has it.
+        batch, scale: see AttentionCall.
+    """
+
+    query: torch.Tensor
+    turned_query: torch.Tensor
+    latent: torch.Tensor
+    turned_key: torch.Tensor
+    angles: tuple[torch.Tensor, torch.Tensor]
+    interleaved: bool
+    store_layer: torch.Tensor
+    batch: AttentionBatch
+    scale: float

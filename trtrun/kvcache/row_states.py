@@ -63,19 +63,25 @@ class StateSpace:
 
 @dataclass(frozen=True)
 class SegmentStates:
-    """Where the states of one segment's rows stand.
+    """Where the states of one segment's rows stand. Rows that go on where the one before ends, tiles of a prompt, are
+    a run, which is gone through as one row; each of them has the numbers of its run.
 
     Attributes:
         segment: of the forward.
+        numbers: [11, R] int64: all that follow, in their order.
         slots: [R] int64: of each row the place of its state; the last place where it is fed nothing.
         kept: [R] int64: tokens that the state has seen.
         first, end: [R] int64: the first position that is fed, and one behind the last.
         settled: [R] int64: tokens that it is to have seen when the forward is done.
         saved_at: [R] int64: tokens behind which a snapshot is taken in this round; -1 where none is.
         snapshots: [R] int64: which one; the null snapshot where none is.
+        places: [R] int64: which of the forward's tokens stands at position 0, as if it were fed.
+        leaders: [R] int64: the first row of the run.
+        own_first, own_end: [R] int64: of the row alone.
     """
 
     segment: AttentionSegment
+    numbers: torch.Tensor
     slots: torch.Tensor
     kept: torch.Tensor
     first: torch.Tensor
@@ -83,6 +89,10 @@ class SegmentStates:
     settled: torch.Tensor
     saved_at: torch.Tensor
     snapshots: torch.Tensor
+    places: torch.Tensor
+    leaders: torch.Tensor
+    own_first: torch.Tensor
+    own_end: torch.Tensor
 
 
 class LayerStates:
@@ -176,10 +186,13 @@ class RowStates:
 
     def _of_segment(self, segment: AttentionSegment, block_size: int) -> SegmentStates:
         positions = segment.positions
-        end = positions.amax(dim=1) + 1
-        first = torch.where(positions < 0, end.unsqueeze(1), positions).amin(dim=1)
-        block = segment.block_tables.gather(1, (first // block_size).unsqueeze(1)).squeeze(1)
-        slots = self._row_of_block.index_select(0, torch.where(end == 0, NULL_BLOCK, block))
+        own_end = positions.amax(dim=1) + 1
+        own_first = torch.where(positions < 0, own_end.unsqueeze(1), positions).amin(dim=1)
+        block = segment.block_tables.gather(1, (own_first // block_size).unsqueeze(1)).squeeze(1)
+        slots = self._row_of_block.index_select(0, torch.where(own_end == 0, NULL_BLOCK, block))
+        leaders = self._leaders(slots, own_first, own_end)
+        first, end = own_first.index_select(0, leaders), torch.zeros_like(own_end)
+        end = end.scatter_reduce_(0, leaders, own_end, "amax").index_select(0, leaders)
         # What no row writes, rounds that warm up, begins as far behind as a row's state may be.
         behind = (first - self._space.most_refed).clamp(min=0)
         kept = torch.where(slots == self._nobody, behind, self._kept.index_select(0, slots))
@@ -188,4 +201,18 @@ class RowStates:
             settled = torch.maximum(settled, first)
         self._kept.index_copy_(0, slots, settled)
         saved_at, snapshots = (part.index_select(0, slots) for part in (self._saved_at, self._snapshots))
-        return SegmentStates(segment, slots, kept, first, end, settled, saved_at, snapshots)
+        # Padding stands in front of a row's tokens or behind them.
+        before = (positions == own_first.unsqueeze(1)).to(torch.int64).argmax(dim=1)
+        starts = torch.arange(segment.start, segment.stop, segment.queries, device=first.device)
+        places = (starts + before - own_first).index_select(0, leaders)
+        of_run = slots, kept, first, end, settled, saved_at, snapshots, places, leaders
+        numbers = torch.stack((*of_run, own_first, own_end))
+        return SegmentStates(segment, numbers, *numbers.unbind())
+
+    def _leaders(self, slots: torch.Tensor, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """[R] int64: of each row the first one of its run."""
+        rows = torch.arange(len(slots), device=slots.device)
+        if len(slots) == 1:
+            return rows
+        goes_on = (slots[1:] == slots[:-1]) & (first[1:] == end[:-1]) & (slots[1:] != self._nobody)
+        return torch.cat((rows[:1], torch.where(goes_on, 0, rows[1:]))).cummax(dim=0).values

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,38 @@ class PagedKeysAndValues:
     kv_heads: int
     head_dim: int
     window: int | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """What is kept of a token beside each other, each of `kv_heads` times `head_dim` numbers: keys, then values."""
+        return 2
+
+
+@dataclass(frozen=True)
+class PagedLatent:
+    """One vector of each token for all heads, the same on all ranks of a group, in blocks of tokens: its first numbers
+    stand for values, and all of them for keys.
+
+    Attributes:
+        head_dim: numbers of the vector.
+        window: no layer has one so far.
+    """
+
+    head_dim: int
+    window: None = None
+    kv_heads: ClassVar[int] = 1
+    num_parts: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class SharedKeysAndValues:
+    """Keys and values of another layer, in which a layer attends that writes none.
+
+    Attributes:
+        layer: index of the other one, an earlier one that keeps its own.
+    """
+
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -50,14 +83,26 @@ class RecurrentState:
         return sum(map(prod, self.inputs))
 
 
-CacheSpec = PagedKeysAndValues | RecurrentState
+Paged = PagedKeysAndValues | PagedLatent
+CacheSpec = Paged | SharedKeysAndValues | RecurrentState
 LayerSpecs = Sequence[CacheSpec]
 """What one layer keeps: of each kind one at most, and nothing where a layer has no memory."""
 
 
-def paged_of(specs: LayerSpecs) -> PagedKeysAndValues | None:
-    """The keys and values that a layer keeps; None where it keeps none."""
-    return next((spec for spec in specs if isinstance(spec, PagedKeysAndValues)), None)
+def paged_of(specs: LayerSpecs) -> Paged | None:
+    """The keys and values, or latents, that a layer keeps; None where it keeps none."""
+    return next((spec for spec in specs if isinstance(spec, Paged)), None)
+
+
+def latent_of(layers: Sequence[LayerSpecs]) -> PagedLatent | None:
+    """The widest latents that any layer keeps; None where none keeps any."""
+    found = (spec for specs in layers for spec in specs if isinstance(spec, PagedLatent))
+    return max(found, key=lambda spec: spec.head_dim, default=None)
+
+
+def shared_of(specs: LayerSpecs) -> SharedKeysAndValues | None:
+    """Whose keys and values a layer attends in, where these are another's."""
+    return next((spec for spec in specs if isinstance(spec, SharedKeysAndValues)), None)
 
 
 def state_of(specs: LayerSpecs) -> RecurrentState | None:

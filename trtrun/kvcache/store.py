@@ -1,5 +1,6 @@
-"""What the layers of one engine rank keep, as their plans say: keys and values in blocks, of layers with a sliding
-window in fewer places, which blocks have while a row sees them (window_places.py); and states of rows (row_states.py).
+"""What the layers of one engine rank keep, as their plans say: keys and values in blocks, or latents in their place, of
+layers with a sliding window in fewer places, which blocks have while a row sees them (window_places.py); and states of
+rows (row_states.py).
 
 It does not know which row owns a block, which blocks are free (blocks.py), or how attention reads them
 (trtrun.attention).
@@ -19,7 +20,7 @@ from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, BlockSlots
-from trtrun.kvcache.specs import LayerSpecs, PagedKeysAndValues, paged_of, state_of
+from trtrun.kvcache.specs import LayerSpecs, Paged, paged_of, shared_of, state_of
 from trtrun.kvcache.window_places import WindowPlaces, WindowSpace
 
 _LINE_BYTES = 64
@@ -30,7 +31,8 @@ class LayerCache(NamedTuple):
 
     Attributes:
         batch: the segments, with the tables of this layer's blocks.
-        keys_and_values: [2, blocks, kv_heads, block, head] as the format has it; no numbers where the layer keeps none.
+        keys_and_values: [2, blocks, kv_heads, block, head] as the format has it, or [1, blocks, 1, block, width] of
+            latents; no numbers where the layer keeps none.
         states: of the layer; None where it keeps none.
         segment_states: where the states of the segments' rows stand; None where no layer keeps any.
     """
@@ -43,8 +45,9 @@ class LayerCache(NamedTuple):
 
 class KVStore:
     """Keys and values of all layers that keep any: for layers of one shape one tensor [layers, 2, blocks, kv_heads,
-    block, head], where the last dimension is what the format makes of a head; and where layers with a window have
-    places, another one of these layers. Beside them the states of rows, where layers keep such.
+    block, head], where the last dimension is what the format makes of a head, of latents [layers, 1, blocks, 1, block,
+    width]; and where layers with a window have places, another one of these layers. Beside them the states of rows,
+    where layers keep such.
 
     A [block, head] tile of one head is contiguous, so attention gathers a row's context with one index_select of whole
     tiles. How tokens lie inside a tile is the attention backend's business. The tensor is made of zeros, never of
@@ -52,6 +55,7 @@ class KVStore:
     the pages are committed when they are first written.
 
     Attributes:
+        head_dims: size of the heads of each of `parts`.
         slots: with which adapter each block is made; None where there are no adapters.
         states: of rows; None where no layer keeps any.
     """
@@ -88,24 +92,28 @@ class KVStore:
         self.block_size = block_size
         self.device = device
         windowed = (False,) * len(layers) if window_space is None else window_space.layers
-        self._windowed = windowed
+        self._windowed = [*windowed]
         self._windows: WindowPlaces | None = None
         if window_space is not None:
             self._windows = WindowPlaces(window_space, num_blocks, num_row_blocks or num_blocks, device)
         self._data: list[tuple[torch.Tensor, bool]] = []
         self._layers = [torch.zeros(0, device=device)] * len(layers)
-        alike: dict[tuple[PagedKeysAndValues, bool], list[int]] = {}
+        alike: dict[tuple[Paged, bool], list[int]] = {}
         for index, specs in enumerate(layers):
             if (paged := paged_of(specs)) is not None:
                 alike.setdefault((replace(paged, window=None), windowed[index]), []).append(index)
         for (paged, in_places), members in alike.items():
             blocks = self._windows.num_places if self._windows is not None and in_places else num_blocks
             width, stored_dtype = kv_format.stored(paged.head_dim, dtype)
-            shape = (len(members), 2, blocks, paged.kv_heads, block_size, width)
+            shape = (len(members), paged.num_parts, blocks, paged.kv_heads, block_size, width)
             data = _zeros(shape, stored_dtype, device)
             self._data.append((data, in_places))
             for index, layer in zip(members, data.unbind(), strict=True):
                 self._layers[index] = layer
+        self.head_dims = [paged.head_dim for paged, _ in alike]
+        for index, specs in enumerate(layers):
+            if (shared := shared_of(specs)) is not None:
+                self._layers[index], self._windowed[index] = self._layers[shared.layer], windowed[shared.layer]
         self.slots = BlockSlots(num_blocks, device) if has_adapters else None
         states = {index: spec for index, specs in enumerate(layers) if (spec := state_of(specs)) is not None}
         self.states: RowStates | None = None
@@ -119,12 +127,12 @@ class KVStore:
     def bytes_per_block(
         layers: Sequence[LayerSpecs], block_size: int, dtype: torch.dtype, kv_format: KVFormat = PLAIN
     ) -> int:
-        """Bytes of one block over all layers, keys and values."""
+        """Bytes of one block over all layers."""
         found = 0
         for specs in layers:
             if (paged := paged_of(specs)) is not None:
                 width, stored_dtype = kv_format.stored(paged.head_dim, dtype)
-                found += 2 * paged.kv_heads * block_size * width * stored_dtype.itemsize
+                found += paged.num_parts * paged.kv_heads * block_size * width * stored_dtype.itemsize
         return found
 
     def commit(self, num_blocks: int) -> None:
@@ -181,7 +189,7 @@ class KVStore:
         return paged + (0 if self.states is None else self.states.num_bytes)
 
     def layer(self, index: int) -> torch.Tensor:
-        """Keys, then values of one layer: a view [2, blocks, kv_heads, block, head]."""
+        """Keys, then values of one layer, or its latents: a view as `LayerCache` has it."""
         return self._layers[index]
 
 

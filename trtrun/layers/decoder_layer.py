@@ -71,8 +71,8 @@ class HeadNorm(Protocol):
     """What normalises queries and keys before they are rotated."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, heads + kv_heads, head_dim], this rank's queries, then its keys → the same shape and dtype. A
-        token's bits do not depend on the others."""
+        """x [tokens, heads + kv_heads, head_dim], this rank's queries, then its keys if any → the same shape and dtype.
+        A token's bits do not depend on the others."""
         ...
 
 
@@ -90,6 +90,9 @@ class Attention:
         window: sliding window, None for the whole context.
         kv_scales, soft_cap, sinks: of the layer, sinks of this rank's query heads; see AttentionCall.
         gated_heads: query heads whose gates `qkv` makes behind the values: all of them, or none.
+        value_heads: values where `qkv` makes none: the last so many of the keys, as they are before `head_norm`; 0 for
+            what stands behind the keys.
+        value_norm: of values, an RMSNorm of weight [kv_heads, head_dim]; None without.
     """
 
     qkv: Linear
@@ -104,6 +107,8 @@ class Attention:
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     gated_heads: int = 0
+    value_heads: int = 0
+    value_norm: HeadNorm | None = None
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
@@ -119,7 +124,10 @@ class Attention:
         fused = self.qkv(x)
         fused = fused.view(fused.shape[0], -1, self.head_dim)
         gates = fused.shape[1] - self.gated_heads
-        query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads : gates]
+        first_value = self.rotated_heads - self.value_heads
+        query_key, value = fused[:, : self.rotated_heads], fused[:, first_value:gates]
+        if self.value_norm is not None:
+            value = self.value_norm(value)
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
         call = AttentionCall(

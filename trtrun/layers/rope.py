@@ -19,7 +19,8 @@ class RopeConfig:
 
     Attributes:
         rope_type: "default", "linear" (position interpolation, arXiv:2306.15595), "llama3" (Llama 3.1's rule), "yarn"
-            (arXiv:2309.00071), "longrope" (arXiv:2402.13753), or "none", which turns nothing.
+            (arXiv:2309.00071), "longrope" (arXiv:2402.13753), "proportional" (Gemma 4: the first angles of a whole
+            head, and 0 for the others), or "none", which turns nothing.
         theta: base of the geometric series of wavelengths.
         factor: by how much the context is stretched; 1 for "default".
         original_max_position_embeddings: context of the pretraining, for "llama3", "yarn" and "longrope".
@@ -29,6 +30,7 @@ class RopeConfig:
         short_factors, long_factors: what wavelengths are stretched by, one for each ("longrope").
         is_long: whether it is the latter that count.
         rotated: how many of a head's numbers are rotated, the first ones in the files; None for all.
+        proportion: of its angles that are not 0, for "proportional".
     """
 
     rope_type: str = "default"
@@ -45,6 +47,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
     rotated: int | None = None
+    proportion: float = 1.0
 
     def in_context(self, tokens: int) -> RopeConfig:
         """The rotation of texts of so many tokens at most. It stays the same as a text grows, since angles of tokens in

@@ -37,6 +37,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     plain = 1.0 / base
     if rope.rope_type == "default":
         return plain
+    if rope.rope_type == "proportional":
+        plain[int(rope.proportion * head_dim // 2) :] = 0
+        return plain / rope.factor
     if rope.rope_type == "linear":
         return plain / rope.factor
     if rope.rope_type == "llama3":

@@ -26,6 +26,7 @@ class Linear:
     Attributes:
         out_features, in_features: of this rank's slice.
         device: where the weight is.
+        product: x [tokens, in] → [tokens, out], as the quantization has it.
         takes_rounded_rows: how RoundedRows are rounded that x may be, and is best given as by whoever makes it; None
             where it must be as it is.
     """
@@ -50,14 +51,12 @@ class Linear:
         """
         self.out_features, self.in_features = shape
         self.device = next(iter(tensors.values())).device
-        self._product: Callable[[Any], torch.Tensor] = quantization.apply(
-            tensors, bias, batch_invariant=batch_invariant
-        )
-        self.takes_rounded_rows: Rounding | None = getattr(self._product, "takes_rounded_rows", None)
+        self.product: Callable[[Any], torch.Tensor] = quantization.apply(tensors, bias, batch_invariant=batch_invariant)
+        self.takes_rounded_rows: Rounding | None = getattr(self.product, "takes_rounded_rows", None)
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, in] → [tokens, out]."""
-        return self._product(x)
+        return self.product(x)
 
 
 @dataclass(frozen=True)

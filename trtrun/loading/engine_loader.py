@@ -34,8 +34,8 @@ def held_tensors(
 ) -> Mapping[str, TensorSpec]:
     """What a weight is held in, by names in a shard."""
     cut = weight.cut(share)
-    if weight.use == "plain":
-        return {stored_name(weight): TensorSpec(cut.shape, dtype)}
+    if weight.use in ("plain", "float32"):
+        return {stored_name(weight): TensorSpec(cut.shape, torch.float32 if weight.use == "float32" else dtype)}
     return {stored_name(weight, name): spec for name, spec in held.create(cut, dtype, device_type).items()}
 
 

@@ -101,7 +101,8 @@ def _place(entry: Mapping[str, Any], data: int) -> Place:
 def order_of_loading(config: ModelConfig) -> list[Weight]:
     """All weights of a model, nearly as they are asked for when it is loaded."""
     layers = [weight for layer in config.layers for weight in layer.weights()]
-    return [config.head, *layers, config.final_norm, config.embedding]
+    inputs = () if config.layer_inputs is None else config.layer_inputs.weights()
+    return [config.head, *inputs, *layers, config.final_norm, config.embedding]
 
 
 def stored_name(weight: Weight, held: str = "weight") -> str:

@@ -7,8 +7,7 @@ model. The plans of the layers say which weights there are, and the quantization
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,14 @@ import torch
 
 from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
+from trtrun.attention.backend import AttentionBackend
+from trtrun.attention.latents import LatentBackend
 from trtrun.configuration.engine_directory import read_engine
 from trtrun.configuration.engine_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.heads.heads import HeadsPlan, HeadsTarget
 from trtrun.kvcache.formats import PLAIN, choose_format
+from trtrun.kvcache.specs import latent_of
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import AdaptedLayers
@@ -30,7 +32,14 @@ from trtrun.linear.quantization.base import count_bytes
 from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.engine_loader import EngineLoader
 from trtrun.loading.engine_shards import EngineEmbeddingAndHead
-from trtrun.loading.weight_check import check_held, check_split, check_weights
+from trtrun.loading.weight_check import (
+    check_forms,
+    check_held,
+    check_split,
+    check_weights,
+    held_heads,
+    open_for_heads,
+)
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
 from trtrun.tensors import DTYPES, dtype_name, inference
@@ -125,6 +134,8 @@ def load_model(
     # is resident; last the embedding, which needs no buffer.
     head = None if shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
     reader.release_buffer()
+    if config.layer_inputs is not None:
+        reader.layer_inputs = config.layer_inputs.build(reader)
     layers = [layer.build(reader) for layer in config.layers]
     reader.release_buffer()
     final_norm = config.final_norm_plan.build(reader)
@@ -132,7 +143,7 @@ def load_model(
     if head is None:
         head = reader.linear(config.head, present=embedding)
     reader.close()
-    rotary = {rope: RotaryEmbedding(rope, config.head_dim, dtype, device) for rope in config.ropes}
+    rotary = {rotation: RotaryEmbedding(*rotation, dtype, device) for rotation in config.rotations}
     model = CausalLM(
         config,
         VocabularyEmbedding(
@@ -144,12 +155,23 @@ def load_model(
         layers,
         final_norm,
         VocabularyHead(head, config.vocab_size, communicator, logits_reader, config.ends),
-        [rotary[rope] for rope in config.ropes],
-        reader.attention(config.head_dim),
+        [rotary[rotation] for rotation in config.rotations],
+        _backends(reader, config, share),
         share,
         adapted,
+        reader.layer_inputs,
     )
     return model, LoadReport(reader.bytes_read, size)
+
+
+def _backends(
+    reader: WeightReader, config: ModelConfig, share: Share
+) -> Mapping[int, AttentionBackend | LatentBackend]:
+    """What attends, by sizes of heads, and by that of latents."""
+    latent = latent_of(config.keeps(share))
+    if latent is not None:
+        return dict.fromkeys((config.head_dim, latent.head_dim), reader.latent_attention())
+    return {size: reader.attention(size) for size in {config.head_dim, *(size for _, size in config.rotations)}}
 
 
 def _open_loader(
@@ -174,17 +196,23 @@ def _open_loader(
     return CheckpointLoader(files, share, device, dtype, quantization_of, total, progress)
 
 
-def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes that heads take on one of the ranks that share them, told from shapes alone."""
+def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype, device_type: str) -> int:
+    """Bytes that heads take on one of the ranks that share them, told from shapes alone.
+
+    Raises:
+        CheckpointError: they cannot be shared out over so many ranks.
+        ConfigError: how the files have stored them does not go with the dtype on the type of device.
+    """
     share = Share(tp_rank, tp_size)
-    return sum(weight.cut(share).num_elements for weight in plan.weights) * dtype.itemsize
+    weights = check_forms(held_heads(plan, share), dtype_name(dtype), device_type)
+    return sum(count_bytes(held.create(weight, dtype, device_type)) for weight, held in weights)
 
 
 def load_heads(
     plan: HeadsPlan,
     target: HeadsTarget,
     communicator: Communicator,
-    dtype: torch.dtype,
+    files: WeightFiles,
     progress: Progress | None = None,
     kv_format: str = "auto",
 ) -> tuple[object, LoadReport]:
@@ -194,19 +222,16 @@ def load_heads(
         plan: of the heads, with every tensor checked.
         target: this rank's share of the model whose hidden states they read, or its embedding and head.
         communicator: of the target's tensor-parallel group; of one rank where they have a rank of their own.
-        dtype: of the target's activations.
+        files: where the heads are; see `open_heads`.
         progress: called with (bytes read, bytes to read) of this rank.
         kv_format: how the store that they will meet keeps keys and values, by name, where they keep any.
 
     Raises:
         CheckpointError: a tensor holds what it must not.
     """
-    held = QUANTIZATIONS.get("none")
-    share = Share(communicator.rank, communicator.size)
-    cuts = [weight.cut(share) for weight in plan.weights]
-    stored = [part for cut in cuts for part in cut.parts]
-    total = sum(math.prod(map(len, part.ranges)) * plan.files.check(part.name, part.shape) for part in stored)
-    loader = CheckpointLoader(plan.files, share, target.device, dtype, lambda weight: held, total, progress)
+    share, device, dtype = Share(communicator.rank, communicator.size), target.device, target.dtype
+    total = check_held(files, held_heads(plan, share))
+    loader = CheckpointLoader(files, share, device, dtype, plan.held, total, progress)
     # What is proposed changes no text: a product may depend on how many rows there are.
     reader = WeightReader(loader, communicator, batch_invariant=False, kv_format=choose_format(kv_format))
     try:
@@ -215,7 +240,20 @@ def load_heads(
         raise CheckpointError(f"heads: {error}") from None
     reader.release_buffer()
     reader.close()
-    return heads, LoadReport(reader.bytes_read, heads_bytes(plan, communicator.rank, communicator.size, dtype))
+    return heads, LoadReport(reader.bytes_read, heads_bytes(plan, *share, dtype, device.type))
+
+
+def open_heads(plan: HeadsPlan, section: ModelSection, config: ModelConfig, device: torch.device) -> WeightFiles:
+    """The files of heads: their own, or those of the target of that section and configuration, or what stands for them.
+
+    Raises:
+        CheckpointError: the target's cannot be read, or hold none.
+    """
+    if plan.files is not None:
+        return plan.files
+    if section.load_format == "dummy":
+        return DummyWeights(section.model, DTYPES[config.checkpoint_dtype], device, config)
+    return open_for_heads(section)
 
 
 def shares_tied_embedding(config: ModelConfig, device: torch.device, dtype: torch.dtype, default: Quantization) -> bool:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting.drafting_methods import DraftModelSection
+from trtrun.configuration.drafting.drafting_methods import METHODS, DraftModelSection
 from trtrun.configuration.engine_sections import ModelSection
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 from trtrun.heads.head_reading import tell_heads
 from trtrun.heads.heads import HeadsPlan, read_heads
+from trtrun.loading.weight_check import check_heads_in_target
 from trtrun.models.config import ModelConfig
 from trtrun.weights.checkpoint import read_json
 
@@ -42,8 +43,12 @@ def read_target_heads(config: RuntimeConfig, model: ModelConfig) -> HeadsPlan | 
         return None
     num_ranks = 1 if config.heads_apart else len(config.target.devices)
     try:
-        return read_heads(config.heads.model, model, config.speculation, num_ranks)
+        plan = read_heads(config.heads.model, model, config.speculation, num_ranks)
+        check_heads_in_target(plan, config.target, num_ranks)
+        return plan
     except CheckpointError as error:
+        if METHODS[config.speculation.method].drafts_from_target:
+            raise
         told = tell_heads(config.heads.model, config.speculation.method)
         if told is None or "speculation.method" in str(error):
             raise
@@ -107,8 +112,6 @@ def check_states(config: RuntimeConfig, target: ModelConfig, draft: ModelConfig 
         if not layers or section is None:
             continue
         told = f"the {role} has {len(layers)} layers that keep a state of each row in place of keys and values"
-        if any(device.rpartition("/")[2].startswith("cuda") for device in section.devices):
-            raise ConfigError(f"{told}: there is no kernel for these on GPUs yet; use CPU slots")
         if role == "target" and config.max_paths > 1:
             raise ConfigError(
                 f"{told}: it cannot verify draft trees, which would need one for each path; set "

@@ -13,6 +13,7 @@ import torch
 from trtrun.configuration.engine_directory import read_engine
 from trtrun.kvcache.formats import ByteKV, choose_format
 from trtrun.kvcache.sizing import format_bytes
+from trtrun.kvcache.specs import latent_of
 from trtrun.kvcache.store import KVStore
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import count_bytes
@@ -71,7 +72,8 @@ def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, devic
 
 
 def describe_kept(config: ModelConfig, kv_dtype: str, share: Share, dtype: torch.dtype, device_type: str) -> str | None:
-    """How a rank keeps keys and values; None where it is as the model has them, and the checkpoint says nothing else.
+    """How a rank keeps keys and values, or latents; None where it keeps keys and values as the model has them, and the
+    checkpoint says nothing else.
 
     Args:
         config: of the model.
@@ -85,13 +87,20 @@ def describe_kept(config: ModelConfig, kv_dtype: str, share: Share, dtype: torch
         ConfigError: there is no format of that name.
     """
     made, scheme = choose_format(kv_dtype, config.kv_scheme), config.kv_scheme
+    layers = config.keeps(share)
+    token, plain = (KVStore.bytes_per_block(layers, 1, dtype, kept) for kept in (made, choose_format("plain")))
+    kinds = "keys and values" if latent_of(layers) is None else "latents, the same on each rank,"
     if not isinstance(made, ByteKV):
+        if latent_of(layers) is not None:
+            return f"{kinds} are kept: {format_bytes(plain)} a token on a rank"
         if scheme is None or made is not choose_format("plain"):
             return None
         return f"keys and values are kept plain, though the checkpoint was made for {scheme.dtype}"
-    layers = config.keeps(share)
-    token, plain = (KVStore.bytes_per_block(layers, 1, dtype, kept) for kept in (made, choose_format("plain")))
     whose = "the checkpoint's scales" if made.has_layer_scales else "a scale for each token and head"
-    where = "" if device_type in made.kernels else "; no kernel reads them here: attention is plain torch, and slower"
+    where = (
+        ""
+        if device_type in made.kernels and latent_of(layers) is None
+        else "; no kernel reads them here: attention is plain torch, and slower"
+    )
     beside = f"{format_bytes(token)} a token on a rank in place of {format_bytes(plain)}"
-    return f"keys and values are kept in {made.kind}, with {whose}: {beside}{where}"
+    return f"{kinds} are kept in {made.kind}, with {whose}: {beside}{where}"

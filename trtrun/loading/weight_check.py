@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtrun.configuration.engine_sections import LoadFormat
+from trtrun.configuration.engine_directory import read_engine
+from trtrun.configuration.engine_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.heads.heads import HeadsPlan
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
+from trtrun.models.experts_plan import find_experts
+from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import HeldWeight, Share, WeightFiles
 
@@ -25,12 +29,13 @@ _EXPERT = re.compile(r"(.*)\.\d+\.(.*?)")
 
 
 def held_weights(config: ModelConfig, share: Share, default: Quantization) -> list[tuple[HeldWeight, Quantization]]:
-    """Everything that a rank holds, and how; `default` is of the weights that the checkpoint has stored plainly.
+    """All of which a rank holds anything, and how; `default` is of the weights that the checkpoint has stored plainly.
 
     Raises:
         CheckpointError: heads or features cannot be shared out over so many ranks.
     """
-    return [(weight.cut(share), config.quantization_of(weight, default)) for weight in config.weights]
+    cut = ((weight, weight.cut(share)) for weight in config.weights)
+    return [(held, config.quantization_of(weight, default)) for weight, held in cut if held.num_elements]
 
 
 def check_weights(files: WeightFiles, config: ModelConfig, share: Share, default: Quantization) -> int:
@@ -65,14 +70,18 @@ def check_model_weights(
     path: Path, config: ModelConfig, tp_size: int, quantization: str = "none", load_format: LoadFormat = "auto"
 ) -> None:
     """Open the files of a model and check its weights, unless dummy ones will be used. All ranks of a group read slices
-    of the same tensors, so that what holds for one of them holds for all.
+    of the same tensors, so that what holds for one of them holds for all; experts that lie whole on ranks are checked
+    as those of one rank.
 
     Raises:
         NoWeightsError: the directory has no weights.
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
     if load_format != "dummy" and not check_engine_weights(path, tp_size, quantization):
-        check_weights(open_checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
+        files, default = open_checkpoint(path), QUANTIZATIONS.get(quantization)
+        check_weights(files, config, Share(0, tp_size), default)
+        if any(plan.by_experts for layer in config.layers for plan in find_experts(layer)):
+            check_weights(files, config, Share(0, 1), default)
 
 
 def check_split(
@@ -93,7 +102,13 @@ def check_split(
             weights end.
         ConfigError: a quantization does not go with the dtype on the device.
     """
-    weights = held_weights(config, share, default)
+    return check_forms(held_weights(config, share, default), dtype, device_type)
+
+
+def check_forms(
+    weights: list[tuple[HeldWeight, Quantization]], dtype: str, device_type: str
+) -> list[tuple[HeldWeight, Quantization]]:
+    """`check_split` of some weights, and how they are held; returns them."""
     for weight, held in weights:
         held.stored(weight)
         if weight.use == "expert" and device_type != "cpu" and not held.fits_experts:
@@ -119,6 +134,48 @@ def _check_alike(weights: Sequence[tuple[HeldWeight, Quantization]]) -> None:
                 f"{weight.parts[0].name} is not stored as other experts of its layer are, which GPUs do not hold: use "
                 "CPU slots"
             )
+
+
+def held_heads(plan: HeadsPlan, share: Share) -> list[tuple[HeldWeight, Quantization]]:
+    """All that a rank holds of heads, and how.
+
+    Raises:
+        CheckpointError: they cannot be shared out over so many ranks.
+    """
+    return [(weight.cut(share), plan.held(weight)) for weight in plan.weights]
+
+
+def check_heads_in_target(plan: HeadsPlan, section: ModelSection, num_ranks: int) -> None:
+    """Look at the headers of the target's files for heads that lie there.
+
+    Raises:
+        CheckpointError: they are not there, or not of their shapes.
+    """
+    if plan.files is not None or section.load_format == "dummy":
+        return
+    try:
+        files = open_for_heads(section)
+        if not any(part.name in files for weight in plan.weights for part in weight.parts):
+            raise CheckpointError(
+                f"{section.model} holds no layer that drafts, as config.json calls for: it was left out when the model "
+                "was saved; take the model that it was made from, or set speculation.method to another"
+            )
+        check_held(files, held_heads(plan, Share(0, num_ranks)))
+    except CheckpointError as error:
+        raise type(error)(f"heads: {error}") from None
+
+
+def open_for_heads(section: ModelSection) -> Checkpoint:
+    """The target's files, for heads that lie there.
+
+    Raises:
+        CheckpointError: they cannot be read, or never hold any.
+    """
+    if read_engine(section.model) is not None:
+        raise CheckpointError(
+            f"{section.model} is an engine, which holds no layers that draft: name the directory that it was built from"
+        )
+    return open_checkpoint(section.model)
 
 
 def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from trtrun.attention.latents import check_latents
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.engine_sections import ModelSection
@@ -19,7 +20,7 @@ from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
-from trtrun.kvcache.specs import LayerSpecs, state_of
+from trtrun.kvcache.specs import LayerSpecs, latent_of, state_of
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
@@ -237,6 +238,8 @@ def reads_in_place(
     kept = kv_format_of(config, model)
     if dtype is not None:
         kept.check(dtype, device_type)
+        if latent_of(model.keeps(Share(0, 1))) is not None:
+            check_latents(kept, device_type)
         _check_kernels(config, kept, device_type, dtype)
     return device_type in kept.kernels
 

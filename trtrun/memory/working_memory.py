@@ -24,7 +24,8 @@ from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head, whole_head
 from trtrun.kernels.cpu.attention_form import TILE_TOKENS
-from trtrun.kernels.triton.attention.attention_tiles import MOST_PARTIAL_BYTES
+from trtrun.kernels.triton.attention.attention_tiles import MOST_LATENT_BYTES, MOST_PARTIAL_BYTES
+from trtrun.kvcache.specs import PagedLatent, latent_of
 from trtrun.kvcache.tile_widths import most_padding
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization import QUANTIZATIONS
@@ -139,7 +140,7 @@ def working_bytes(shape: RoundShape, form: EngineForm) -> int:
     logits = verified * model.vocab_size * _FLOAT
     scored = min(shape.max_tokens, positions_at_once(model.vocab_size)) if verifies else 0
     head = _head_bytes(verified, form)
-    total = len(set(model.ropes)) * RotaryEmbedding.most_bytes(_most_positions(shape), model.head_dim, dtype)
+    total = sum(RotaryEmbedding.most_bytes(_most_positions(shape), size, dtype) for _, size in set(model.rotations))
     rows = shape.max_rows + shape.num_guesses
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     total += _activation_bytes(tokens, form)
@@ -233,28 +234,41 @@ def _product_bytes(tokens: int, verified: int, form: EngineForm) -> int:
 def _activation_bytes(tokens: int, form: EngineForm) -> int:
     """What a layer holds, by its plan, beside what is gathered over the group."""
     model, share, dtype = form.model, form.share, form.dtype
-    held = tokens * max(layer.token_bytes(share, dtype.itemsize) for layer in model.layers)
+    of_token = max(layer.token_bytes(share, dtype.itemsize) for layer in model.layers)
+    if model.layer_inputs is not None:
+        of_token += model.layer_inputs.token_bytes(dtype.itemsize)
+    held = tokens * of_token
     gathered = tokens * model.hidden_size * (share.size * dtype.itemsize + 2 * _FLOAT) if share.size > 1 else 0
     inputs = tokens * 6 * 8
     return held + gathered + inputs
 
 
 def _attention_bytes(tokens: int, shape: RoundShape, form: EngineForm, model: ModelShape) -> int:
-    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends; of
-    `model`, the engine's or that of heads."""
+    """What attention of `model`, the engine's or that of heads, needs in the layers where it is most."""
+    latent = latent_of(model.keeps(form.share))
+    return max(_bytes_of_heads(tokens, shape, form, heads, latent) for heads in model.attention_shapes)
+
+
+def _bytes_of_heads(
+    tokens: int, shape: RoundShape, form: EngineForm, model: ModelShape, latent: PagedLatent | None
+) -> int:
+    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends."""
     share, dtype, device_type, kv_in_place = form.share, form.dtype, form.device_type, form.kv_in_place
     if device_type == "cuda" and kv_in_place:
-        return MOST_PARTIAL_BYTES
+        return MOST_PARTIAL_BYTES if latent is None else MOST_LATENT_BYTES
     is_known = device_type == "cpu" and dtype in (torch.bfloat16, torch.float32)
     has_kernels = is_known and machine.processor_kind() is not None
-    if has_kernels and kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size):
+    if latent is None and has_kernels and kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size):
         return 0
-    heads, keys = len(model.queries.units(share)), len(model.keys.held(share))
+    heads, keys, head_dim = len(model.queries.units(share)), len(model.keys.held(share)), model.head_dim
+    if latent is not None:
+        keys = head_dim = latent.head_dim
     # A format that no kernel knows is widened, by way of float32 twice.
-    context = 2 * shape.max_seq_len * keys * (dtype.itemsize + (0 if kv_in_place else 2 * _FLOAT + 1))
+    held = keys if latent is not None else 2 * keys
+    context = held * shape.max_seq_len * (dtype.itemsize + (0 if kv_in_place else 2 * _FLOAT + 1))
     if has_kernels and dtype is torch.float32:
         # The kernel takes whole heads and tiles, keys turned over.
-        numbers = whole_head(model.head_dim) * keys // model.head_dim
+        numbers = whole_head(head_dim) * keys // head_dim
         return context + 3 * (shape.max_seq_len + TILE_TOKENS) * numbers * _FLOAT
     mask = min(tokens, shape.max_seq_len) * shape.max_seq_len * (_FLOAT + 2)
     scores = max(1 << 20, 16 * heads * shape.max_seq_len) * (3 * _FLOAT + dtype.itemsize)

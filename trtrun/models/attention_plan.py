@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trtrun.kvcache.specs import PagedKeysAndValues
+from trtrun.kvcache.specs import PagedKeysAndValues, SharedKeysAndValues
 from trtrun.layers.rope import RopeConfig, order_of_rotated
 from trtrun.models.layer_plan import ModelShape, NormPlan
+from trtrun.weights.quantization_config import attention_names
 from trtrun.weights.weight import Axis, LinearPlan, Rows, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class AttentionPlan:
 
     Attributes:
         name: in front of its tensors, such as "model.layers.0.self_attn".
-        shape: of the model.
+        shape: of the model, with the heads of this layer.
         window: how many tokens back a query sees, itself included; None sees all.
         qkv_bias, output_bias: whether the projections have biases.
         head_norm: whether queries and keys are RMS-normalised per head before the rotation (q_norm, k_norm).
@@ -40,6 +41,11 @@ class AttentionPlan:
         has_sinks: whether each query head has one more score without a value, `name`.sinks [heads].
         has_gates: whether what each query head attends is multiplied by the sigmoid of a gate, which lies behind its
             queries in q_proj.
+        norms_in_float32: whether head norms multiply by their weight before they round.
+        keys_are_values: whether values are keys as k_proj makes them; then there is no v_proj.
+        norms_values: whether values are RMS-normalised per head, without a weight.
+        shared_layer: index of the layer in whose keys and values this one attends; then it has no k_proj, k_norm and
+            v_proj. None where it has its own.
     """
 
     name: str
@@ -58,6 +64,10 @@ class AttentionPlan:
     interleaved: bool = False
     has_sinks: bool = False
     has_gates: bool = False
+    norms_in_float32: bool = False
+    keys_are_values: bool = False
+    norms_values: bool = False
+    shared_layer: int | None = None
 
     @property
     def is_reordered(self) -> bool:
@@ -66,9 +76,14 @@ class AttentionPlan:
 
     @property
     def qkv(self) -> LinearPlan:
-        """Hidden to queries, keys, values and gates, in this order. Dummy ones tell tokens apart."""
+        """Hidden to queries, keys, values and gates, as far as they have tensors, in this order. Dummy ones tell tokens
+        apart."""
         inputs, head_dim = Axis(self.input_size or self.shape.hidden_size), self.shape.head_dim
-        outputs = {"q_proj": self.shape.queries, "k_proj": self.shape.keys, "v_proj": self.shape.keys}
+        outputs = {"q_proj": self.shape.queries}
+        if self.shared_layer is None:
+            outputs["k_proj"] = self.shape.keys
+            if not self.keys_are_values:
+                outputs["v_proj"] = self.shape.keys
         inside = {}
         if self.has_gates:
             outputs["gate"] = self.shape.queries
@@ -101,10 +116,12 @@ class AttentionPlan:
 
     @property
     def head_norms(self) -> tuple[NormPlan, ...]:
-        """Norms of queries and of keys, where the model has them."""
+        """Norms of queries and of keys, where the layer has them."""
         names = ("q_norm", "k_norm") if self.head_norm else ()
         size, eps = self.shape.head_dim, self.shape.rms_norm_eps
-        return tuple(NormPlan(f"{self.name}.{name}", size, eps, self.norms_add_one) for name in names)
+        norm = NormPlan("", size, eps, self.norms_add_one, self.norms_in_float32)
+        own = names if self.shared_layer is None else names[:1]
+        return tuple(replace(norm, name=f"{self.name}.{name}") for name in own)
 
     @property
     def sinks(self) -> Weight | None:
@@ -117,16 +134,19 @@ class AttentionPlan:
         sinks = () if self.sinks is None else (self.sinks,)
         return (*self.qkv.weights, *self.output.weights, *(norm.weight for norm in self.head_norms), *sinks)
 
-    def keeps(self, share: Share) -> PagedKeysAndValues:
-        """Keys and values of the rank's heads."""
+    def keeps(self, share: Share) -> PagedKeysAndValues | SharedKeysAndValues:
+        """Keys and values of the rank's heads, or whose they are."""
+        if self.shared_layer is not None:
+            return SharedKeysAndValues(self.shared_layer)
         return PagedKeysAndValues(len(self.shape.keys.units(share)), self.shape.head_dim, self.window)
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: queries, keys and values, as they are made, normalised, and
-        rotated; what is attended, in its place and gathered; and gates, as they are made and beside that."""
+        rotated; what is attended, in its place and gathered; gates, as they are made and beside that; and normalised
+        values."""
         queries, keys = len(self.shape.queries.held(share)), len(self.shape.keys.held(share))
-        gates = 4 * queries if self.has_gates else 0
-        return (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries + gates
+        gates, values = 4 * queries if self.has_gates else 0, keys if self.norms_values else 0
+        return (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries + gates + values
 
     def build_head_norm(self, reader: WeightReader) -> HeadNorm | None:
         """What normalises this rank's queries and keys; None where nothing does."""
@@ -136,29 +156,47 @@ class AttentionPlan:
 
         from trtrun.layers.decoder_layer import RMSNorm
 
-        heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
-        query_norm, key_norm = (norm.read(reader) for norm in self.head_norms)
+        counts = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
+        norms = [norm.read(reader) for norm in self.head_norms]
         if self._order is not None:
             order = [number for part in self._order for number in part]
-            query_norm, key_norm = query_norm[order], key_norm[order]
-        per_head = torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)))
-        return RMSNorm(per_head, self.shape.rms_norm_eps)
+            norms = [norm[order] for norm in norms]
+        per_head = [norm.expand(count, -1) for norm, count in zip(norms, counts, strict=False)]
+        return RMSNorm(torch.cat(per_head), self.shape.rms_norm_eps)
+
+    def _build_value_norm(self, reader: WeightReader) -> HeadNorm | None:
+        if not self.norms_values or self.shared_layer is not None:
+            return None
+        import torch
+
+        from trtrun.layers.decoder_layer import RMSNorm
+
+        shape = len(self.shape.keys.units(reader.share)), self.shape.head_dim
+        return RMSNorm(torch.ones(shape, device=reader.device), self.shape.rms_norm_eps)
 
     def build(self, reader: WeightReader) -> Attention:
         from trtrun.layers.decoder_layer import Attention
 
         heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
+        has_keys = self.shared_layer is None
         return Attention(
             qkv=reader.linear(self.qkv.weight, self.qkv.bias),
             head_norm=self.build_head_norm(reader),
             output=reader.row_parallel(self.output.weight, self.output.bias),
             backend=reader.attention(self.shape.head_dim),
-            rotated_heads=heads + kv_heads,
+            rotated_heads=heads + kv_heads if has_keys else heads,
             head_dim=self.shape.head_dim,
             scale=self.shape.head_dim**-0.5 if self.scale is None else self.scale,
             window=self.window,
-            kv_scales=reader.kv_scales(self.name, self.shape.keys),
+            kv_scales=reader.kv_scales(self._keys_name, self.shape.keys),
             soft_cap=self.soft_cap,
             sinks=None if self.sinks is None else reader.tensor(self.sinks).float(),
             gated_heads=heads if self.has_gates else 0,
+            value_heads=kv_heads if self.keys_are_values and has_keys else 0,
+            value_norm=self._build_value_norm(reader),
         )
+
+    @property
+    def _keys_name(self) -> str:
+        """In front of the tensors of what makes the keys."""
+        return self.name if self.shared_layer is None else attention_names(self.shared_layer + 1)[-1]

@@ -7,7 +7,8 @@ Each architecture is a `ModelFamily`, registered by its own file, which plans th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
-from trtrun.errors import CheckpointError, TrtrunError, shorten, wrap_errors
+from trtrun.errors import CheckpointError, ConfigError, TrtrunError, shorten, wrap_errors
 from trtrun.kvcache.formats import KVScheme
 from trtrun.kvcache.specs import LayerSpecs, paged_of, state_of
 from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
@@ -25,12 +26,16 @@ from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
 from trtrun.linear.quantization.quantizations import Rounded
+from trtrun.linear.stored.layout import StoredLinear
+from trtrun.models.experts_plan import cut_by_experts
 from trtrun.models.installed_families import find_family
+from trtrun.models.layer_inputs_plan import LayerInputsPlan
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
+from trtrun.models.mtp_plan import MTPPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
-from trtrun.weights.quantization_config import find_section, read_kv_scheme, read_quantization
+from trtrun.weights.quantization_config import attention_names, find_section, read_kv_scheme, read_quantization
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 
@@ -64,6 +69,7 @@ class ModelConfig(ModelShape):
         max_position_embeddings: the context, MOST_POSITIONS at most.
         layers: plan of each layer, as the family has it.
         ends: what the model does where tokens come in and logits go out.
+        layer_inputs: inputs of each layer beside the residual stream; None where there are none.
         checkpoint_dtype: name of the dtype that config.json states, or else that of the first tensor of the weights.
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
         quant_method: what the checkpoint calls the way in which it is quantized; None where it is not.
@@ -87,6 +93,7 @@ class ModelConfig(ModelShape):
     mask_token: int | None = None
     kv_scheme: KVScheme | None = None
     ends: ModelEnds = PLAIN_ENDS
+    layer_inputs: LayerInputsPlan | None = None
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def to_values(self) -> dict[str, Any]:
@@ -125,6 +132,13 @@ class ModelConfig(ModelShape):
         return [layer.keeps(share) for layer in self.layers]
 
     @property
+    def heads_with_keys(self) -> Mapping[str, int]:
+        """What stands in front of the names of each attention that keeps keys and values, and how many heads these
+        have."""
+        kept = zip(attention_names(self.num_layers), map(paged_of, self.keeps(Share(0, 1))), strict=True)
+        return {name: paged.kv_heads for name, paged in kept if paged is not None}
+
+    @property
     def layers_with_states(self) -> tuple[int, ...]:
         """Indices of layers that keep a state of each row."""
         return tuple(index for index, specs in enumerate(self.keeps(Share(0, 1))) if state_of(specs) is not None)
@@ -135,9 +149,34 @@ class ModelConfig(ModelShape):
         attention = (getattr(layer, "attention", None) for layer in self.layers)
         return tuple(getattr(it, "rope", None) or self.rope for it in attention)
 
+    @property
+    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """How each layer rotates, and numbers of its heads."""
+        attention = (getattr(layer, "attention", None) for layer in self.layers)
+        sizes = (getattr(it, "shape", self).head_dim for it in attention)
+        return tuple(zip(self.ropes, sizes, strict=True))
+
+    @override
+    @property
+    def attention_shapes(self) -> Collection[ModelShape]:
+        attention = (getattr(layer, "attention", None) for layer in self.layers)
+        shapes = [getattr(it, "shape", self) for it in attention]
+        return {(it.num_heads, it.num_kv_heads, it.head_dim): it for it in shapes}.values()
+
     def in_context(self, tokens: int) -> ModelConfig:
         """The model for texts of so many tokens at most."""
         return replace(self, rope=self.rope.in_context(tokens))
+
+    def cut_by_experts(self) -> ModelConfig:
+        """The model whose experts lie whole on the ranks of a group, in place of features of each.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        layers = tuple(cut_by_experts(layer) for layer in self.layers)
+        if all(map(operator.is_, layers, self.layers)):
+            raise ConfigError(f"{self.architecture} has no experts: leave expert_parallel out")
+        return replace(self, layers=layers)
 
     @property
     def embedding(self) -> Weight:
@@ -168,8 +207,9 @@ class ModelConfig(ModelShape):
     @cached_property
     def weights(self) -> Sequence[Weight]:
         """All that the model has."""
+        inputs = () if self.layer_inputs is None else self.layer_inputs.weights()
         beside = (self.embedding, self.final_norm, self.head)
-        return [*beside, *(weight for layer in self.layers for weight in layer.weights())]
+        return [*beside, *inputs, *(weight for layer in self.layers for weight in layer.weights())]
 
     def quantization_of(self, weight: Weight, default: Quantization) -> Quantization:
         """How a weight is held: as the checkpoint has stored it, else as `default` says and, if the head, goes with it.
@@ -177,7 +217,7 @@ class ModelConfig(ModelShape):
         Raises:
             CheckpointError: what is multiplied with as one is not stored as one.
         """
-        if weight.use == "plain":
+        if weight.use in ("plain", "float32"):
             return QUANTIZATIONS.get("none")
         if weight.stored is not None:
             is_plain = self.quant_method is None and default is not QUANTIZATIONS.get("none")
@@ -194,7 +234,11 @@ class ModelConfig(ModelShape):
                     f"{next(iter(held))}: quantized heads that are rotated in part, or by neighbours, or lie between "
                     "others, are not supported"
                 )
+            if weight.use == "dense" and isinstance(stored, StoredLinear):
+                return replace(stored, becomes_dense=True)
             return stored
+        if weight.use == "dense":
+            return QUANTIZATIONS.get("none")
         return of_head(default) if weight.use == "head" else default
 
 
@@ -212,6 +256,10 @@ class ModelFamily:
         text_models: model_type of `text_config` → the architecture that is meant by it, where config.json describes
             several models and this family is never planned itself (weights/nested_models.py).
         rotates_in_part: whether its plans hold heads so that a part of them may be rotated.
+        head_dim_key: key of config.json that says how many numbers of a head are rotated together.
+        plan_mtp: of the same as `plan_layers` the layer that drafts, where config.json says that files have one; None
+            where it says that they have none, or the family has none. Raises CheckpointError.
+        plan_inputs: as `plan_layers` → the plan of inputs of layers beside the residual stream, where these have any.
     """
 
     defaults: Mapping[str, Any]
@@ -222,6 +270,21 @@ class ModelFamily:
     rope_type_of: str | None = None
     text_models: Mapping[str, str] = field(default_factory=dict)
     rotates_in_part: bool = False
+    head_dim_key: str = "head_dim"
+    plan_inputs: Callable[[ModelShape, Mapping[str, Any]], LayerInputsPlan | None] = lambda shape, values: None
+    plan_mtp: Callable[[ModelShape, Mapping[str, Any]], MTPPlan | None] = lambda shape, values: None
+
+
+def count_mtp_layers(values: Mapping[str, Any], key: str) -> int:
+    """How many layers that draft files have, as `key` of config.json says; one where it is left out.
+
+    Raises:
+        CheckpointError: it is no number of layers.
+    """
+    count = values.get(key, 1)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(f"'{key}' must be a number of layers, not {shorten(count)}")
+    return count
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:
@@ -302,7 +365,7 @@ def read_model_config(path: Path) -> ModelConfig:
         dtype = _parse_dtype(values)
     quant_method, stored = read_quantization(path, values)
     said = {**values, "quantization_config": find_section(path, values)[1]}
-    scheme = read_kv_scheme(path, values, config.num_layers)
+    scheme = read_kv_scheme(path, values, config.heads_with_keys)
     config = replace(config, quant_method=quant_method, stored=stored, kv_scheme=scheme, values=said)
     # generation_config.json decides where it exists, as in transformers: without the key nothing ends a text.
     with _naming(path / ("generation_config.json" if generation else "config.json")):
@@ -329,6 +392,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         )
     family: ModelFamily = find_family(str(architectures[0])[:200])
     values = {**family.defaults, **raw}
+    values["head_dim"] = values.get(family.head_dim_key)
     if values.get("hidden_act", family.activations[0]) not in family.activations:
         known = ", ".join(family.activations)
         raise CheckpointError(f"hidden_act {shorten(values['hidden_act'])} is not supported; known: {known}")
@@ -361,6 +425,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         rope=parse_rope(values, max_positions, head_dim, family.rope_type_of, in_part=family.rotates_in_part),
         layers=tuple(family.plan_layers(shape, values)),
         ends=family.read_ends(values),
+        layer_inputs=family.plan_inputs(shape, values),
         checkpoint_dtype="float32",
         eos_token_ids=(),
         mask_token=_parse_mask_token(raw),

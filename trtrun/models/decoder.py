@@ -11,19 +11,21 @@ logits are made of. transformers' `output_hidden_states` is boundaries 0 to `num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from trtrun.attention.backend import AttentionBackend
+from trtrun.attention.latents import LatentBackend
 from trtrun.errors import ConfigError
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
+from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.layers.uniform_layers import are_uniform
 from trtrun.linear.layer import AdaptedLayers
@@ -102,17 +104,19 @@ class CausalLM:
         final_norm: RMSNorm,
         head: VocabularyHead,
         rotary: Sequence[RotaryEmbedding],
-        attention: AttentionBackend,
+        attention: Mapping[int, AttentionBackend | LatentBackend],
         share: Share,
         adapted: AdaptedLayers | None = None,
+        layer_inputs: LayerInputs | None = None,
     ) -> None:
-        """Put the parts together; `rotary` is of each layer, the same object where layers rotate alike."""
+        """Put the parts together; `rotary` is of each layer, the same object where layers rotate alike, and `attention`
+        for each size of heads."""
         self.config = config
         self.dtype = embedding.weight.dtype
         self.device = embedding.weight.device
         self.keeps = config.keeps(share)
         self.prompt_width = prompt_width(
-            attention.tile, len(config.queries.units(share)), len(config.keys.units(share))
+            attention[config.head_dim].tile, len(config.queries.units(share)), len(config.keys.units(share))
         )
         self._embedding = embedding
         self._layers = layers
@@ -121,6 +125,7 @@ class CausalLM:
         self._rotary = list(dict.fromkeys(rotary))
         self._rotary_of_layer = [self._rotary.index(table) for table in rotary]
         self._attention = attention
+        self._layer_inputs = layer_inputs
         self.adapted = adapted
         self.on_layer: Callable[[], None] | None = None
         self.has_like_layers = are_uniform(layers)
@@ -181,6 +186,8 @@ class CausalLM:
         self.reserve_positions(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
         angles = [table.lookup(positions) for table in self._rotary]
         hidden = self._embedding(tokens)
+        if self._layer_inputs is not None:
+            self._layer_inputs.begin(tokens, hidden)
         delta = None
         behind_layers = len(self._layers)
         reads_end = taps is not None and taps.read_from(behind_layers)
@@ -196,18 +203,27 @@ class CausalLM:
                 self._look_for_overflow(attended)
                 if wanted is not None and not reads_end:
                     hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
-                    if self.adapted is not None:
-                        self.adapted.keep(wanted)
+                    self._keep(wanted)
             delta = layer.feed_forward(hidden, attended) if len(hidden) else hidden
             if self.on_layer is not None:
                 self.on_layer()
-        assert delta is not None, "a model has a layer at least"
-        normed = self._final_norm.add(hidden, delta) if len(hidden) else hidden
+        if self._layer_inputs is not None:
+            self._layer_inputs.end()
+        normed = hidden
+        if len(hidden):
+            normed = self._final_norm(hidden) if delta is None else self._final_norm.add(hidden, delta)
         if taps is None or not reads_end:
             return normed
         taps.keep(behind_layers, hidden)
         taps.keep(behind_layers + 1, normed)
         return normed if wanted is None else normed.index_select(0, wanted)
+
+    def _keep(self, wanted: torch.Tensor) -> None:
+        """From here on in the forward, only some of its tokens, [n] int64, go on."""
+        if self.adapted is not None:
+            self.adapted.keep(wanted)
+        if self._layer_inputs is not None:
+            self._layer_inputs.keep(wanted)
 
     @inference
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -229,8 +245,9 @@ class CausalLM:
 
     def copy_tokens(self, store: KVStore, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
         """Copy all layers' keys and values of single tokens; see `AttentionBackend.copy_tokens`."""
-        for data, of_source, of_target in store.parts(source, target):
-            self._attention.copy_tokens(data, of_source, of_target, offset)
+        parts = zip(store.head_dims, store.parts(source, target), strict=True)
+        for head_dim, (data, of_source, of_target) in parts:
+            self._attention[head_dim].copy_tokens(data, of_source, of_target, offset)
 
     @inference
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -133,19 +133,27 @@ class DeltaNetPlan:
     def build(self, reader: WeightReader) -> DeltaNet:
         import torch
 
-        from trtrun.layers.delta_net import DeltaHeads, DeltaNet
+        from trtrun.kernels.torch.delta_net import DeltaNetWeights
+        from trtrun.layers.delta_net import DeltaNet
 
         keys, values = self.keys.units(reader.share), self.values.units(reader.share)
         of_key = self.value_heads // self.key_heads
-        places = torch.tensor([head // of_key - keys.start for head in values], device=reader.device)
-        return DeltaNet(
-            DeltaHeads(len(keys), len(values), self.key_dim, self.value_dim, places),
-            states=reader.linear(self.states.weight),
-            rates=reader.linear(self.corrections.weight),
+        weights = DeltaNetWeights(
+            len(keys),
+            len(values),
+            self.key_dim,
+            self.value_dim,
+            key_of_value=torch.tensor([head // of_key - keys.start for head in values], device=reader.device),
             convolution=reader.tensor(self.convolution).float()[:, 0].T.contiguous(),
             fading=reader.tensor(self.fading).float().exp(),
             fading_bias=reader.tensor(self.fading_bias).float(),
-            norm=self.norm.build(reader),
+            norm=self.norm.read(reader),
+            epsilon=self.norm.eps,
+        )
+        return DeltaNet(
+            weights,
+            states=reader.linear(self.states.weight),
+            rates=reader.linear(self.corrections.weight),
             output=reader.row_parallel(self.output.weight),
         )
 

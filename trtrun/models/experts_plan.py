@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from parallel.sharding import column_range
+from parallel.sharding import column_range, expert_range
+from trtrun.kernels.routing import USUAL, Routing
 from trtrun.linear.stored.expert_layouts import DOWN, GATE_UP
 from trtrun.linear.stored.layout import Layout, StoredLinear
 from trtrun.models.decoder_plan import GatedMLPPlan
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
-    from trtrun.kernels.torch.experts import ExpertCodes, Experts
+    from trtrun.kernels.torch.experts import Choice, ExpertCodes, Experts
     from trtrun.layers.experts import ExpertsMLP, SharedExpert
     from trtrun.weights.weight_reader import WeightReader
 
@@ -30,18 +31,64 @@ def _first_rank(size: int, rank: int, ranks: int) -> range:
 
 
 @dataclass(frozen=True)
+class _OfHolder:
+    """The cut of an expert that one rank holds whole: all for that one.
+
+    Attributes:
+        expert: which one it is.
+        num_experts: of the layer.
+    """
+
+    expert: int
+    num_experts: int
+
+    def __call__(self, size: int, rank: int, ranks: int) -> range:
+        return range(size if self.expert in expert_range(self.num_experts, rank, ranks) else 0)
+
+
+def cut_by_experts(plan: Any, *, by_experts: bool = True) -> Any:
+    """A plan, or what is a part of one, whose experts lie whole on ranks, or again in features; the same object where
+    it has none."""
+    if isinstance(plan, ExpertsPlan):
+        return plan if plan.by_experts == by_experts else replace(plan, by_experts=by_experts)
+    cut = {name: cut_by_experts(part, by_experts=by_experts) for name, part in _parts_of(plan)}
+    changed = {name: part for name, part in cut.items() if part is not getattr(plan, name)}
+    return replace(plan, **changed) if changed else plan
+
+
+def find_experts(plan: Any) -> Iterator[ExpertsPlan]:
+    """Plans of experts in a plan, or in what is a part of one."""
+    if isinstance(plan, ExpertsPlan):
+        yield plan
+        return
+    for _, part in _parts_of(plan):
+        yield from find_experts(part)
+
+
+def _parts_of(plan: Any) -> list[tuple[str, Any]]:
+    """What a dataclass holds, by name; nothing of other objects."""
+    if not is_dataclass(plan) or isinstance(plan, type):
+        return []
+    return [(field.name, getattr(plan, field.name)) for field in fields(plan) if field.init]
+
+
+@dataclass(frozen=True)
 class ExpertNames:
     """Names of a layer's tensors behind its own; in those of experts stands the number of one.
 
     Attributes:
         router: hidden to a logit of each expert.
         gate, up, down: of an expert.
+        shared: the expert of all tokens.
+        shared_gate: of that expert; None where it has none.
     """
 
     router: str = "gate"
     gate: str = "experts.{}.gate_proj"
     up: str = "experts.{}.up_proj"
     down: str = "experts.{}.down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str | None = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -57,11 +104,15 @@ class ExpertsPlan:
         names: of its tensors.
         renormalises: whether the shares of a token's experts sum to 1.
         activation: what gates go through.
-        num_shared_features: of an expert of all tokens, `name`.shared_expert; 0 without.
+        num_shared_features: of an expert of all tokens; 0 without.
         has_bias: whether the router and all experts have biases, those of experts in one tensor for all.
         limit: of the activation, where it has one.
         in_one_tensor: how files have experts that lie in one tensor for all, gates and factors in turns; None where
             each is for itself.
+        routing: how experts are chosen.
+        share_factors: name behind the layer's of what the share of each expert is multiplied by at last, [experts];
+            empty where it stays.
+        by_experts: whether each rank holds some experts, whole, in place of features of all.
     """
 
     name: str
@@ -76,11 +127,19 @@ class ExpertsPlan:
     has_bias: bool = False
     limit: float = math.inf
     in_one_tensor: Layout | None = None
+    routing: Routing = USUAL
+    share_factors: str = ""
+    by_experts: bool = False
 
     @property
     def features(self) -> Axis:
-        """Features of an expert's gate, cut over ranks."""
-        return Axis(self.num_features, column_range)
+        """Features of an expert's gate, cut over ranks unless experts are."""
+        return Axis(self.num_features, None if self.by_experts else column_range)
+
+    @property
+    def experts(self) -> Axis:
+        """Experts of which a rank has any part."""
+        return Axis(self.num_experts, expert_range if self.by_experts else None)
 
     @property
     def router(self) -> Weight:
@@ -93,26 +152,37 @@ class ExpertsPlan:
         return self._bias(self.names.router + ".bias", (Axis(self.num_experts),))
 
     @property
+    def choice_bias(self) -> Weight | None:
+        """[experts]: what scores have beside for the choice. Dummy ones change nothing."""
+        if not self.routing.has_bias:
+            return None
+        name = f"{self.name}.{self.names.router}.e_score_correction_bias"
+        return Weight((StoredTensor(name, (Axis(self.num_experts),), 0.0),), "float32")
+
+    @property
     def gate_up_bias(self) -> Weight | None:
         """[experts, 2 * features], gates and factors in turns."""
-        return self._bias(f"experts.{GATE_UP}_bias", (Axis(self.num_experts), self._in_turns))
+        return self._bias(f"experts.{GATE_UP}_bias", (self.experts, replace(self.features, unit=2)))
 
     @property
     def down_bias(self) -> Weight | None:
-        """[experts, hidden]: on the first rank, as ranks add up what they make; [0, hidden] on others."""
-        return self._bias(f"experts.{DOWN}_bias", (Axis(self.num_experts, _first_rank), Axis(self.shape.hidden_size)))
+        """[experts, hidden]: where ranks add up what they make on the first rank, and [0, hidden] on others."""
+        experts = self.experts if self.by_experts else Axis(self.num_experts, _first_rank)
+        return self._bias(f"experts.{DOWN}_bias", (experts, Axis(self.shape.hidden_size)))
 
     def gate_up(self, expert: int) -> Weight:
         """[2 * features, hidden] of one expert: gates, then as many factors."""
+        features, hidden = self._held(self.features, expert), Axis(self.shape.hidden_size)
         if self.in_one_tensor is not None:
-            return self._stacked(GATE_UP, expert, (self._in_turns, Axis(self.shape.hidden_size)))
-        return self._of_expert((self.names.gate, self.names.up), expert, (self.features, Axis(self.shape.hidden_size)))
+            return self._stacked(GATE_UP, expert, (replace(features, unit=2), hidden))
+        return self._of_expert((self.names.gate, self.names.up), expert, (features, hidden))
 
     def down(self, expert: int) -> Weight:
         """[hidden, features] of one expert."""
+        axes = self._held(Axis(self.shape.hidden_size), expert), self._held(self.features, expert)
         if self.in_one_tensor is not None:
-            return self._stacked(DOWN, expert, (Axis(self.shape.hidden_size), self.features))
-        return self._of_expert((self.names.down,), expert, (Axis(self.shape.hidden_size), self.features))
+            return self._stacked(DOWN, expert, axes)
+        return self._of_expert((self.names.down,), expert, axes)
 
     @property
     def shared(self) -> GatedMLPPlan | None:
@@ -120,58 +190,94 @@ class ExpertsPlan:
         if not self.num_shared_features:
             return None
         shape = replace(self.shape, intermediate_size=self.num_shared_features)
-        return GatedMLPPlan(f"{self.name}.shared_expert", shape, activation=self.activation)
+        return GatedMLPPlan(f"{self.name}.{self.names.shared}", shape, activation=self.activation)
 
     @property
-    def shared_gate(self) -> Weight:
+    def shared_gate(self) -> Weight | None:
         """[1, hidden]."""
-        return self._whole("shared_expert_gate", 1)
+        gate = self.names.shared_gate
+        return self._whole(gate, 1) if self.num_shared_features and gate is not None else None
 
     def weights(self) -> Sequence[Weight]:
-        shared = () if self.shared is None else (*self.shared.weights(), self.shared_gate)
-        biases = (self.router_bias, self.gate_up_bias, self.down_bias)
-        return (self.router, *self._of_experts(), *(bias for bias in biases if bias is not None), *shared)
+        shared = () if self.shared is None else self.shared.weights()
+        others = (
+            self.router_bias,
+            self.choice_bias,
+            self.gate_up_bias,
+            self.down_bias,
+            self.shared_gate,
+            self._factors,
+        )
+        return (self.router, *self._of_experts(), *(other for other in others if other is not None), *shared)
+
+    @property
+    def _factors(self) -> Weight | None:
+        """[experts]."""
+        if not self.share_factors:
+            return None
+        return Weight((StoredTensor(f"{self.name}.{self.share_factors}", (Axis(self.num_experts),)),))
 
     def token_numbers(self, share: Share) -> int:
-        """Numbers of activations that a token has at once: logits and shares in float32, and of each of its experts
-        what goes in, both kinds of features, what comes of them, and what is added up."""
+        """Numbers of activations that a token has at once: logits and shares in float32, in copies where groups are
+        ranked; and of each of its experts what goes in, both kinds of features, what comes of them, and what is added
+        up; where ranks exchange it also what is sent, what is received, and both in order."""
         features, hidden = len(self.features.held(share)), self.shape.hidden_size
         shared = 0 if self.shared is None else self.shared.token_numbers(share) + 2 * hidden
-        return 8 * self.num_experts + self.num_chosen * (2 * hidden + 3 * features) + 4 * hidden + shared
+        scores, copies = 8 if self.routing == USUAL else 32, 5 if self.by_experts else 2
+        return scores * self.num_experts + self.num_chosen * (copies * hidden + 3 * features) + 4 * hidden + shared
 
     def build(self, reader: WeightReader) -> ExpertsMLP:
         from trtrun.kernels.chooser import operations_of
-        from trtrun.layers.experts import ExpertsMLP
+        from trtrun.kernels.torch.experts import ScaledChoice
+        from trtrun.layers.experts import ExchangedExperts, ExpertsMLP, SummedExperts
 
         choose_experts = operations_of(reader.device.type).choose_experts
-        choose = partial(choose_experts, num_chosen=self.num_chosen, renormalises=self.renormalises)
-        experts, router = self._build_experts(reader), reader.plain_product(self.router, self.router_bias)
-        return ExpertsMLP(router, choose, experts, reader.communicator, self._build_shared(reader))
+        choose: Callable[[torch.Tensor], Choice]
+        bias = None if self.choice_bias is None else reader.tensor(self.choice_bias)
+        choose = partial(
+            choose_experts,
+            num_chosen=self.num_chosen,
+            renormalises=self.renormalises,
+            routing=self.routing,
+            bias=bias,
+        )
+        if self._factors is not None:
+            choose = ScaledChoice(choose, reader.tensor(self._factors).float())
+        if self.routing.in_float32:
+            router = reader.wide_product(self.router)
+        else:
+            router = reader.plain_product(self.router, self.router_bias)
+        held = self._build_experts(reader)
+        experts: Callable[[torch.Tensor, Choice], torch.Tensor] = held
+        if reader.share.size > 1 and self.by_experts:
+            experts = ExchangedExperts(held, self.num_experts, reader.communicator)
+        elif reader.share.size > 1:
+            experts = SummedExperts(held, reader.communicator)
+        return ExpertsMLP(router, choose, experts, self._build_shared(reader))
 
     def _build_experts(self, reader: WeightReader) -> Experts:
-
         from trtrun.kernels.chooser import operations_of
-        from trtrun.kernels.torch.experts import ExpertCodes, ExpertWeights, HostExperts
+        from trtrun.kernels.torch.experts import ExpertCodes, ExpertWeights
 
-        operations, numbers = operations_of(reader.device.type), range(self.num_experts)
+        operations, numbers = operations_of(reader.device.type), self.experts.held(reader.share)
         gate_up_bias, down_bias = self._read_biases(reader)
         if reader.device.type == "cpu":
-            none = [None] * self.num_experts
+            none, places = [None] * len(numbers), list(enumerate(numbers))
             of_gates, of_down = (none if bias is None else bias for bias in (gate_up_bias, down_bias))
-            gate_up = [reader.linear(self.gate_up(expert), of_gates[expert]) for expert in numbers]
-            down = [reader.linear(self.down(expert), of_down[expert]) for expert in numbers]
+            gate_up = [reader.linear(self.gate_up(expert), of_gates[place]).product for place, expert in places]
+            down = [reader.linear(self.down(expert), of_down[place]).product for place, expert in places]
             activate = partial(operations.activate_and_multiply, activation=self.activation, limit=self.limit)
-            return HostExperts(gate_up, down, activate)
+            return operations.host_experts(gate_up, down, activate)
 
         def together(weights: Iterator[Weight]) -> torch.Tensor | ExpertCodes:
             """All experts' weights, or codes."""
             tensors: dict[str, torch.Tensor] = {}
-            for expert, weight in enumerate(weights):
+            for place, weight in enumerate(weights):
                 held, (features, inputs) = reader.held(weight), weight.cut(reader.share).shape
                 for name, part in reader.expert(weight).items():
                     if name not in tensors:
-                        tensors[name] = part.new_empty((self.num_experts, *part.shape))
-                    tensors[name][expert].copy_(part)
+                        tensors[name] = part.new_empty((len(numbers), *part.shape))
+                    tensors[name][place].copy_(part)
             return tensors.get("weight", ExpertCodes(tensors, features, inputs, held.rounds_activations))
 
         gates, outputs = together(map(self.gate_up, numbers)), together(map(self.down, numbers))
@@ -179,7 +285,7 @@ class ExpertsPlan:
         return operations.experts(weights, self.activation, self.limit)
 
     def _read_biases(self, reader: WeightReader) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """[experts, 2 * features] with gates first, and [experts, hidden] on the rank that adds it."""
+        """[experts, 2 * features] with gates first, and [experts, hidden] on ranks that add it."""
         import torch
 
         if self.gate_up_bias is None or self.down_bias is None:
@@ -192,7 +298,8 @@ class ExpertsPlan:
 
         if self.shared is None:
             return None
-        return SharedExpert(self.shared.build(reader), reader.plain_product(self.shared_gate))
+        gate = None if self.shared_gate is None else reader.plain_product(self.shared_gate)
+        return SharedExpert(self.shared.build(reader), gate)
 
     def _of_experts(self) -> Iterator[Weight]:
         for expert in range(self.num_experts):
@@ -208,10 +315,9 @@ class ExpertsPlan:
         name = f"{self.name}.experts.{expert}.{matrix}.weight"
         return Weight((StoredTensor(name, axes),), "expert", StoredLinear(self.in_one_tensor))
 
-    @property
-    def _in_turns(self) -> Axis:
-        """Gates, each with its factor behind it."""
-        return replace(self.features, unit=2)
+    def _held(self, axis: Axis, expert: int) -> Axis:
+        """A dimension of an expert, of which other ranks than its holder have nothing where experts lie whole."""
+        return replace(axis, cut=_OfHolder(expert, self.num_experts)) if self.by_experts else axis
 
     def _bias(self, name: str, axes: tuple[Axis, ...]) -> Weight | None:
         return Weight((StoredTensor(f"{self.name}.{name}", axes, 0.0),)) if self.has_bias else None

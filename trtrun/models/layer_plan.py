@@ -7,7 +7,7 @@ where it builds, because processes that only start ranks ask it, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,7 +28,7 @@ class ModelShape:
     """Sizes that every config.json gives, and from which a family plans its layers.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: of each layer; the KV store has one shape.
+        num_heads, num_kv_heads, head_dim: of each layer whose plan has no shape of its own.
     """
 
     hidden_size: int
@@ -48,6 +48,11 @@ class ModelShape:
     def keys(self) -> Axis:
         """Features of all heads of keys, or of values. Neighbouring ranks hold the same where there are few heads."""
         return Axis(self.num_kv_heads, kv_heads_for_rank, self.head_dim)
+
+    @property
+    def attention_shapes(self) -> Collection[ModelShape]:
+        """Each shape of attention that layers have."""
+        return (self,)
 
     def keeps(self, share: Share) -> Sequence[LayerSpecs]:
         """What a rank keeps of rows for each layer."""
@@ -80,7 +85,7 @@ class Layer(Protocol):
         """
         ...
 
-    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor | None:
         """The rest of the layer, token by token.
 
         Args:
@@ -88,7 +93,8 @@ class Layer(Protocol):
             attended: [n, features], contiguous, of the same tokens.
 
         Returns:
-            [n, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation.
+            [n, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation; None
+            where nothing is.
         """
         ...
 
@@ -156,7 +162,7 @@ class MixerPlan(Protocol):
 
     Attributes:
         name: in front of its tensors.
-        shape: of the model.
+        shape: of the model, with the heads of this layer.
     """
 
     @property

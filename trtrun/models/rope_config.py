@@ -13,7 +13,7 @@ from typing import Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.layers.rope import RopeConfig, longrope_attention_factor, yarn_attention_factor
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 def read_number(values: Mapping[str, Any], name: str) -> float:
@@ -100,7 +100,7 @@ def _find(values: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
 def _read_rotated(values: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, *, in_part: bool) -> int | None:
     """How many of a head's numbers are rotated; None for all."""
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial in (None, 1, 1.0):
+    if partial in (None, 1, 1.0) or rope.get("rope_type") == "proportional":
         return None
     if not in_part:
         raise CheckpointError(
@@ -129,6 +129,13 @@ def _parse(values: Mapping[str, Any], rope: Mapping[str, Any], max_positions: in
     theta = read_number(rope, "rope_theta")
     if rope_type == "default":
         return RopeConfig(theta=theta)
+    if rope_type == "proportional":
+        return RopeConfig(
+            "proportional",
+            theta,
+            read_number({"factor": 1.0, **rope}, "factor"),
+            proportion=min(1.0, read_number({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor")),
+        )
     if rope_type == "longrope":
         return _parse_longrope(values, rope, max_positions, rotated)
     original = rope.get("original_max_position_embeddings", values.get("original_max_position_embeddings"))

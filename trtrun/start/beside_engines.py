@@ -20,6 +20,7 @@ from trtrun.loading.loading import (
     heads_bytes,
     load_embedding_and_head,
     load_heads,
+    open_heads,
 )
 from trtrun.loading.model_settings import JobModels
 from trtrun.lora.lora_config import hash_adapter_files
@@ -120,7 +121,7 @@ def demand_apart(config: RuntimeConfig, models: JobModels, plan: HeadsPlan, devi
     dtype = resolve_dtype(config.target, models.target)
     assert plan.stored is not None, "heads that keep nothing sit on the target's ranks"
     return SlotMemory(
-        heads_bytes(plan, 0, 1, dtype) + _ends_bytes(config, models.target, plan, device),
+        heads_bytes(plan, 0, 1, dtype, device.type) + _ends_bytes(config, models.target, plan, device),
         kv_bytes_per_block(config, plan.stored, 1, dtype),
         head_working_bytes(config, models, plan, device),
     )
@@ -180,11 +181,13 @@ class RankHeads:
         """Read this rank's share of them, beside the target or what there is of it.
 
         Raises:
-            CheckpointError: a tensor holds what it must not.
+            CheckpointError: a tensor is not there, or holds what it must not.
         """
         if self.plan_here is not None:
+            config = self.spec.config
+            files = open_heads(self.plan_here, config.target, self.spec.target, target.device)
             self.loaded, self.report = load_heads(
-                self.plan_here, target, communicator, target.dtype, kv_format=self.spec.config.kv_cache.dtype
+                self.plan_here, target, communicator, files, kv_format=config.kv_cache.dtype
             )
 
     def load_apart(self, communicator: Communicator, device: torch.device) -> None:
@@ -207,5 +210,6 @@ class RankHeads:
             return []
         section = self.spec.config.target
         of_target = [hash_model_files(section.model, section.load_format != "dummy")]
-        own = hash_model_files(self.plan_here.files.path, single_files=HEADS_FILES)
-        return [*(of_target if self.plan_apart is not None else []), own]
+        files = self.plan_here.files
+        own = [] if files is None else [hash_model_files(files.path, single_files=HEADS_FILES)]
+        return [*(of_target if self.plan_apart is not None else []), *own]

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.engine_directory import is_engine
 from trtrun.configuration.engine_sections import ModelSection
 from trtrun.configuration.topology import make_topology
-from trtrun.errors import CheckpointError
+from trtrun.errors import CheckpointError, ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.loading.model_settings import JobModels, read_target_heads
 from trtrun.models.config import ModelConfig, read_model_config
@@ -117,10 +118,29 @@ class JobSpec:
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
         values = self.model_values.get(role)
         model = read_model_config(section.model) if values is None else ModelConfig.from_values(values)
+        if section.expert_parallel:
+            model = _cut_by_experts(model, role, section)
         context = self.config.scheduler.max_seq_len or model.max_position_embeddings
         if role == "draft":  # whose rows are the target's
             context = min(context, self.target.max_position_embeddings)
         return model.in_context(context)
+
+
+def _cut_by_experts(model: ModelConfig, role: str, section: ModelSection) -> ModelConfig:
+    """The model with experts that lie whole on ranks.
+
+    Raises:
+        ConfigError: it has none, or is an engine, whose shards hold features of each.
+    """
+    if is_engine(section.model):
+        raise ConfigError(
+            f"{role}.expert_parallel: {section.model} is an engine, which is cut by features: name the checkpoint that "
+            "it was built from, or leave expert_parallel out"
+        )
+    try:
+        return model.cut_by_experts()
+    except ConfigError as error:
+        raise ConfigError(f"{role}.expert_parallel: {error}") from None
 
 
 def _has_weights(directory: Path) -> bool:

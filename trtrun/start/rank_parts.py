@@ -77,7 +77,7 @@ class RankParts:
             weights += self.shard_bytes(section, model, communicator)
             weights += adapter_slots_bytes(self._config, role, section, model, communicator.rank)
             if heads_here is not None:
-                weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype)
+                weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype, self._device.type)
             if role == "target":
                 weights += corpus_bytes(self._config)
             stored = stored.plus(store_bytes(self._config, self._spec.models, role, heads_here, dtype))

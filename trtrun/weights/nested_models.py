@@ -17,6 +17,7 @@ _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.lm_head": "lm_head",
     "lm_head": "lm_head",
+    "mtp.": "mtp.",
 }
 """In front of the text model's tensors, as transformers 4 and 5 have them in memory and in files → as they are called
 in a text model."""

@@ -6,7 +6,7 @@ It stands in a section of config.json, in ModelOpt's own file beside it, or in s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,12 +127,12 @@ def _names(attention: str, kind: str) -> Sequence[str]:
     return [f"{attention}.{end}" for end in ends]
 
 
-def read_kv_scheme(path: Path, values: Mapping[str, Any], num_layers: int) -> KVScheme | None:
+def read_kv_scheme(path: Path, values: Mapping[str, Any], attention: Collection[str]) -> KVScheme | None:
     """How a checkpoint was made to have keys and values kept; None where it says nothing of it.
 
     Args:
         path, values: see `read_kv_dtype`; errors as there.
-        num_layers: of the model.
+        attention: in front of the names of each layer that keeps keys and values.
     """
     dtype = read_kv_dtype(path, values)
     if dtype is None:
@@ -144,7 +144,7 @@ def read_kv_scheme(path: Path, values: Mapping[str, Any], num_layers: int) -> KV
         files = open_checkpoint(path)
     except CheckpointError:  # whoever reads weights says what is wrong with them
         return KVScheme(dtype, has_scales=False)
-    return KVScheme(dtype, all(find_kv_scales(files, layer) for layer in attention_names(num_layers)))
+    return KVScheme(dtype, all(find_kv_scales(files, layer) for layer in attention))
 
 
 def attention_names(num_layers: int) -> list[str]:

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     import torch
 
 
-Use = Literal["plain", "linear", "expert", "head"]
+Use = Literal["plain", "float32", "linear", "dense", "expert", "head"]
 """What is multiplied with is "linear", an "expert", which some tokens meet, or the vocabulary's "head", and may be held
 in another form, as a `LinearWeight` of trtrun.linear.quantization; what is "plain" is held in the dtype of
-activations."""
+activations, and what is "float32" in that. What is "dense" is multiplied with in the dtype of activations, however
+files have it."""
 
 
 class Share(NamedTuple):

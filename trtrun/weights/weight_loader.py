@@ -58,7 +58,7 @@ class WeightLoader(Protocol):
         ...
 
     def tensor(self, weight: Weight) -> torch.Tensor:
-        """Read `weight` on to the device in the model's dtype.
+        """Read `weight` on to the device in the model's dtype, or in float32 where that is its use.
 
         Raises:
             CheckpointError: it holds NaN or infinite values, or values that overflow the dtype.
@@ -168,11 +168,7 @@ class CheckpointLoader:
         self._buffer.release()
 
     def tensor(self, weight: Weight) -> torch.Tensor:
-        """Read `weight` on to the device in the model's dtype.
-
-        Raises:
-            CheckpointError: it holds NaN or infinite values, or values that overflow the dtype.
-        """
+        """Read `weight` as the protocol has it; errors as there."""
         held = weight.cut(self.share)
         return self._fill(self._new(held), held)
 
@@ -194,7 +190,8 @@ class CheckpointLoader:
         return torch.empty(shape, dtype=self.dtype, device=self.device) if result is None else result
 
     def _new(self, weight: HeldWeight) -> torch.Tensor:
-        return torch.empty(weight.shape, dtype=self.dtype, device=self.device)
+        dtype = torch.float32 if weight.use == "float32" else self.dtype
+        return torch.empty(weight.shape, dtype=dtype, device=self.device)
 
     def _fill(self, result: torch.Tensor, weight: HeldWeight) -> torch.Tensor:
         row = 0

@@ -10,11 +10,13 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
+from trtrun.attention.latents import LatentBackend, latent_backend
 from trtrun.kernels.chooser import operations_of
-from trtrun.kernels.torch.operations import Product
+from trtrun.kernels.torch.operations import HeadProducts, Product
 from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
+from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.linear.layer import AdaptedLayers, Linear
 from trtrun.linear.quantization.base import Quantization, Tensors
 from trtrun.weights.weight import Axis, Weight
@@ -33,6 +35,9 @@ class WeightReader:
         batch_invariant: see `Quantization.apply`.
         kv_format: how the store that attention will meet keeps keys and values.
         adapted: collects the linear layers that may have adapters, which are those of the model's layers; None without.
+
+    Attributes:
+        layer_inputs: of the layers that are built; None where they have none.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class WeightReader:
         self._kv_format = kv_format
         self._adapted = adapted
         self._backends: dict[int, AttentionBackend] = {}
+        self._latents: LatentBackend | None = None
+        self.layer_inputs: LayerInputs | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -69,6 +76,12 @@ class WeightReader:
         if head_dim not in self._backends:
             self._backends[head_dim] = attention_backend(self.device, self.dtype, head_dim, self._kv_format)
         return self._backends[head_dim]
+
+    def latent_attention(self) -> LatentBackend:
+        """What attends over latents: the same for all layers; errors as of `latent_backend`."""
+        if self._latents is None:
+            self._latents = latent_backend(self.device, self.dtype, self._kv_format)
+        return self._latents
 
     def kv_scales(self, attention: str, keys: Axis) -> torch.Tensor | None:
         """The scales of a layer's keys and values, where its store has none of tokens.
@@ -92,13 +105,18 @@ class WeightReader:
         return scales.clamp(LEAST_SCALE, MOST_SCALE).to(torch.bfloat16).float().to(self.device)
 
     def linear(
-        self, weight: Weight, bias: Weight | torch.Tensor | None = None, *, present: torch.Tensor | None = None
+        self,
+        weight: Weight,
+        bias: Weight | torch.Tensor | None = None,
+        *,
+        present: torch.Tensor | None = None,
+        is_adapted: bool = True,
     ) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out], which may be read already; `present` is the dense
-        weight where it is there."""
+        weight where it is there. What is not of the model's layers has no adapters."""
         cut, held, tensors = weight.cut(self.share), self._loader.held(weight), self._loader.load(weight, present)
         of_bias, invariant = self.tensor(bias) if isinstance(bias, Weight) else bias, self._batch_invariant
-        if self._adapted is None or weight.use != "linear":
+        if self._adapted is None or weight.use != "linear" or not is_adapted:
             return Linear(cut.shape, held, tensors, of_bias, batch_invariant=invariant)
         return self._adapted.make(cut, held, tensors, of_bias, self.dtype, batch_invariant=invariant)
 
@@ -111,6 +129,19 @@ class WeightReader:
         operations, of_bias = operations_of(self.device.type), None if bias is None else self.tensor(bias)
         return operations.product(self.tensor(weight), of_bias, batch_invariant=self._batch_invariant)
 
+    def wide_product(self, weight: Weight) -> Product:
+        """The product with `weight` [out, in] in float32, on each rank the whole of it, of activations as they are."""
+        return operations_of(self.device.type).wide_product(self.tensor(weight))
+
+    def head_products(self, weight: torch.Tensor) -> HeadProducts:
+        """The product of each head with its matrix of `weight` [heads, out, in], which is copied on CPUs."""
+        return operations_of(self.device.type).head_products(weight)
+
+    def dense(self, weight: Weight) -> torch.Tensor:
+        """Read `weight` [out, in], whose use is "dense", on to the device in the model's dtype, however files have it;
+        errors as of `tensor`. On CPUs the next weight may overwrite it."""
+        return self._loader.load(weight)["weight"]
+
     def expert(self, weight: Weight) -> Tensors:
         """Read `weight` [out, in] on to the device as ranks hold it there: dense in the model's dtype, "weight", or in
         codes; errors as of `tensor`. On CPUs the next weight may overwrite it."""
@@ -121,7 +152,7 @@ class WeightReader:
         return self._loader.held(weight)
 
     def tensor(self, weight: Weight) -> torch.Tensor:
-        """Read `weight` on to the device in the model's dtype.
+        """Read `weight` on to the device in the model's dtype, or in float32 where that is its use.
 
         Raises:
             CheckpointError: it holds NaN or infinite values, or values that overflow the dtype.

@@ -117,7 +117,8 @@ class JobMemory:
         if (apart := self.heads_apart(slot)) is not None:
             drafted += apart.shard_bytes
         if self.heads_on_target is not None and slot.target_index is not None:
-            drafted += heads_bytes(self.heads_on_target, slot.target_index, self.target.tp_size, self.target.dtype)
+            heads, target = self.heads_on_target, self.target
+            drafted += heads_bytes(heads, slot.target_index, target.tp_size, target.dtype, device.type)
         if slot.target_index is not None:
             drafted += corpus_bytes(self.config)
         verified = self.target.shard_bytes(slot.target_index, device)

@@ -41,6 +41,7 @@ from trtrun.kvcache.sizing import (
     tokens_of_blocks,
 )
 from trtrun.loading.stored_report import describe_kept, describe_weights
+from trtrun.memory.expert_cuts import HeldModel, describe_expert_cuts
 from trtrun.memory.spaces import describe_states, describe_windows
 from trtrun.start.job_spec import DraftTranslation
 from trtrun.weights.weight import Share
@@ -282,17 +283,20 @@ def _note_memory(unknown: Sequence[RankPlan], kv_tokens: int | None, at_most: in
 
 
 def _note_stored(memory: JobMemory) -> Iterator[str]:
-    """What becomes of weights that the checkpoints have quantized, what engines were built for, and how keys and values
-    are kept."""
+    """What becomes of weights that the checkpoints have quantized, what engines were built for, how keys and values
+    are kept, and what cuts of experts cost."""
     for role, shards in (("target", memory.target), ("draft", memory.draft)):
         if shards is not None:
             kind = kind_of(shards.section.devices[0])
+            quantization = shards.section.quantization
+            held = HeldModel(shards.model, shards.tp_size, shards.dtype, torch.device(kind), quantization)
             share, name = Share(0, shards.tp_size), memory.config.kv_cache.dtype
             said = (
                 describe_weights(shards.section.model, shards.model, share, shards.dtype, kind),
                 describe_kept(shards.model, name, share, shards.dtype, kind),
                 describe_windows(memory.config, memory.models, role),
                 describe_states(memory.config, memory.models, role),
+                describe_expert_cuts(held),
             )
             yield from (f"{role}: {line}" for line in said if line is not None)
 

@@ -256,7 +256,8 @@ class RankStarts:
         heads, graphs = self._memory.heads_on_target, sum(self._graphs(slot, role) for role, *_ in parts)
         if heads is not None and slot.target_index is not None:
             target = self._memory.target
-            read += heads_bytes(heads, slot.target_index, target.tp_size, target.dtype)
+            kind = device_of(slot).type
+            read += heads_bytes(heads, slot.target_index, target.tp_size, target.dtype, kind)
         if (apart := self._memory.heads_apart(slot)) is not None:
             read, graphs = apart.shard_bytes, self._graphs(slot, "draft")
         return RankStart(slot.rank, read, graphs, self._kernels(slot))

@@ -7,9 +7,10 @@ weights. It knows shapes.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -29,7 +30,8 @@ class Shape:
     """Of a Llama without biases and with an output head of its own, or of a Qwen3-MoE where it has `experts`; with
     `drafts_in_parallel` its last token is a mask token. Where it `repeats`, weights in files make texts of one token
     (write_weights.py): a draft is always right. Where it is `quantized`, its config.json says that its matrices are
-    stored in 4 bits, in groups of 128."""
+    stored in 4 bits, in groups of 128. Of another family it `says` what its config.json has beside, or in place of what
+    stands there; it has dummy weights alone."""
 
     hidden: int
     intermediate: int
@@ -43,6 +45,7 @@ class Shape:
     quantized: bool = False
     experts: Experts | None = None
     head_size: int = 0
+    says: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def head_dim(self) -> int:
@@ -97,6 +100,45 @@ class Pair:
     draft_len: int
 
 
+_STATES = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "rms_norm_eps": 1e-6,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+}
+_STATES_AND_EXPERTS = _STATES | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "linear_num_value_heads": 32,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    },
+}  # fmt: skip
+
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8),
     "8b-draft": Shape(4096, 14336, 4, 32, 8),
@@ -109,6 +151,14 @@ SHAPES = {
     "1b-parallel": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True),
     "30b-a3b": Shape(2048, 6144, 48, 32, 4, 151936, experts=Experts(128, 8, 768), head_size=128),
     "30b-a3b-draft": Shape(2048, 6144, 4, 32, 4, 151936, experts=Experts(128, 8, 768), head_size=128),
+    "27b-states": Shape(5120, 17408, 64, 24, 4, 248320, head_size=256, says=_STATES),
+    "27b-states-draft": Shape(5120, 17408, 4, 24, 4, 248320, head_size=256, says=_STATES),
+    "35b-a3b": Shape(2048, 512, 40, 16, 2, 248320, head_size=256, says=_STATES_AND_EXPERTS),
+    "35b-a3b-draft": Shape(2048, 512, 4, 16, 2, 248320, head_size=256, says=_STATES_AND_EXPERTS),
+    "gpt-oss-120b": Shape(2880, 2880, 36, 64, 8, 201088, head_size=64, says=_GPT_OSS),
+    "gpt-oss-120b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=_GPT_OSS),
+    "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, 201088, head_size=64, says=_GPT_OSS | {"num_local_experts": 32}),
+    "gpt-oss-20b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=_GPT_OSS | {"num_local_experts": 32}),
     "tiny-experts": Shape(128, 256, 8, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
     "tiny-experts-draft": Shape(128, 256, 2, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
     "8b-repeating": Shape(4096, 14336, 32, 32, 8, repeats=True),
@@ -125,6 +175,10 @@ PAIRS = {
     "8b-int4": Pair("8b-int4", "8b-draft", 5),
     "3b": Pair("3b", "3b-draft", 5),
     "30b-a3b": Pair("30b-a3b", "30b-a3b-draft", 5),
+    "27b-states": Pair("27b-states", "27b-states-draft", 3),
+    "35b-a3b": Pair("35b-a3b", "35b-a3b-draft", 3),
+    "gpt-oss-120b": Pair("gpt-oss-120b", "gpt-oss-120b-draft", 5),
+    "gpt-oss-20b": Pair("gpt-oss-20b", "gpt-oss-20b-draft", 5),
     "tiny-experts": Pair("tiny-experts", "tiny-experts-draft", 4),
     "8b-1b": Pair("8b", "1b", 8),
     "8b-parallel": Pair("8b", "1b-parallel", 8),
@@ -193,4 +247,4 @@ def write_config(path: Path, shape: Shape, max_positions: int) -> None:
             "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
             "config_groups": groups,
         }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(values | shape.says), encoding="utf-8")

@@ -27,6 +27,8 @@ from scripts.bench.gpu_bench.workbench import Options, Workbench
 from scripts.harness.children import run
 
 DESCRIBE_HOST = Path(__file__).resolve().parent / "describe_host.py"
+FAMILY_PAIRS = ("27b-states", "35b-a3b", "gpt-oss-20b", "gpt-oss-120b")
+"""Pairs of other families, in dummy weights."""
 WANTED_RATE = 181.74
 """Tokens a second of a 70B target with a 1B draft that others have published."""
 
@@ -91,6 +93,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("experts", about, 120, play_experts)
     about = "layers of experts by what they are held in: Qwen3-30B-A3B's and gpt-oss-120b's shapes"
     yield Part("expert-layers", about, 100, play_expert_layers, options.kind == "cuda")
+    for pair in FAMILY_PAIRS:
+        yield Part(pair, f"{pair}-shaped pair, plain and speculative", 90, partial(play_family, pair=pair), False)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)
     yield Part("budgets", "rows whose thoughts have a budget beside others, plain and speculative", 60, play_budgets)
     yield Part(
@@ -226,6 +230,13 @@ def play_experts(bench: Workbench) -> None:
     scale = bench.options.scale
     report = bench.bench(bench.config("30b-a3b", ONE, most_rows=scale.most_rows), [*scale.rows, scale.most_rows])
     _speed_table(bench, "30B-A3B-shaped pair, one device", report)
+
+
+def play_family(bench: Workbench, pair: str) -> None:
+    """A target of another family, plain and with a draft of its first layers."""
+    _speed_table(
+        bench, f"{pair}-shaped pair, one device", bench.bench(bench.config(pair, ONE), bench.options.scale.rows)
+    )
 
 
 def play_parallel(bench: Workbench) -> None:

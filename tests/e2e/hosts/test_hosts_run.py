@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from checkpoints import make_tokenizer
+from family_checkpoints import write_family
 from mpi_libraries import find_mpi
 from two_hosts import (
     TWO_HOSTS,
@@ -59,6 +62,21 @@ def test_rows_are_those_of_a_local_run(
     done = two_hosts.trtrun("run", "--config", file, "--prompts", prompts, "--output", output)
     assert done.returncode == 0, done.stderr
     assert read_rows(output) == reference
+
+
+def test_experts_lie_whole_on_two_hosts(two_hosts: Site, prompts: Path, folder: Path) -> None:
+    """Drafted texts are plain ones of two ranks on one host."""
+    model = write_family(folder / "mixture", "qwen2_moe", dtype=torch.bfloat16, vocab_size=260)
+    make_tokenizer(model)
+    found = []
+    for place, method in (({"north": ["cpu:0", "cpu:1"]}, "none"), (IN_TURN["target"], "ngram")):
+        target = {"model": str(model), "expert_parallel": True}
+        file = two_hosts.config({"target": place}, target=target, speculation={"method": method})
+        output = folder / f"{method}.jsonl"
+        done = two_hosts.trtrun("run", "--config", file, "--prompts", prompts, "--output", output)
+        assert done.returncode == 0, done.stderr
+        found.append([row["text"] for row in read_rows(output)])
+    assert found[0] == found[1]
 
 
 def test_the_printed_command_starts_the_same_job(

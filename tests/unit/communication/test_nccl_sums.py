@@ -1,4 +1,4 @@
-"""Sums that NCCL moves: over a stand-in for CuPy's binding that carries bytes between threads of this process."""
+"""Sums and parts that NCCL moves: over a stand-in for CuPy's binding that carries bytes between threads here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import queue
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,20 +72,34 @@ def no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_sums, "_stream", lambda message: 0)
 
 
-def sum_on_threads(way: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Every rank's result, each on a thread of its own."""
-    network, results = Network(len(parts)), [part.clone() for part in parts]
+def on_threads(size: int, call: Callable[[NcclSums, int], object]) -> None:
+    """Call each rank's sums on a thread of its own."""
+    network = Network(size)
 
     def play(rank: int) -> None:
-        fake = FakeNccl(network, rank, len(parts))
-        getattr(NcclSums(fake, fake, TYPES, rank, len(parts)), way)(results[rank])
+        fake = FakeNccl(network, rank, size)
+        call(NcclSums(fake, fake, TYPES, rank, size), rank)
 
-    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(len(parts))]
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def sum_on_threads(way: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Every rank's result."""
+    results = [part.clone() for part in parts]
+    on_threads(len(parts), lambda sums, rank: getattr(sums, way)(results[rank]))
     return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_parts_reach_the_ranks_that_they_are_for(size: int) -> None:
+    sent = torch.randn(size, size, 3, 7)
+    received = torch.zeros_like(sent)
+    on_threads(size, lambda sums, rank: sums.all_to_all(sent[rank], received[rank]))
+    assert torch.equal(received, sent.transpose(0, 1))
 
 
 @pytest.mark.parametrize("way", ["gathered", "sliced"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from parallel.errors import ShardingError
 from parallel.sharding import (
     column_range,
+    expert_range,
     kv_heads_for_rank,
     loaded_vocabulary_range,
     query_heads_for_rank,
@@ -35,6 +36,13 @@ def test_equal_shares_cover_all_once_and_in_order(cut, share: int, world: int) -
 def test_shares_that_do_not_come_out_even_are_refused(size: int, rank: int, world: int) -> None:
     with pytest.raises(ShardingError):
         column_range(size, rank, world)
+
+
+@given(size=st.integers(8, 300), world=worlds)
+def test_experts_are_shared_out_nearly_evenly(size: int, world: int) -> None:
+    parts = [expert_range(size, rank, world) for rank in range(world)]
+    assert [expert for part in parts for expert in part] == list(range(size))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @given(size=st.integers(1, 300), world=worlds)

@@ -108,7 +108,8 @@ def test_bad_devices_are_refused(folder: Path, devices: str) -> None:
         ("threads=0", "threads"),
         (
             "target=3",
-            "target: must be a section with keys (model, devices, dtype, load_format, quantization), not a number",
+            "target: must be a section with keys (model, devices, dtype, load_format, quantization, expert_parallel), "
+            "not a number",
         ),
         ("adapters=3", "adapters: must be a section of names, each with its value, not a number"),
         ("target.model=nowhere", "target.model: no such directory"),

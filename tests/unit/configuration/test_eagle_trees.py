@@ -101,7 +101,11 @@ def test_a_tree_counts_by_its_nodes(target: Path, options: dict[str, Any], expec
     ("method", "options", "message"),
     [
         ("eagle", {"eagle3_layers_to_capture": [1]}, "is an option of method eagle3, but the method is eagle:"),
-        ("medusa", {"eagle_topk": 2}, "eagle_topk is an option of method eagle and eagle3, but the method is medusa"),
+        (
+            "medusa",
+            {"eagle_topk": 2},
+            "eagle_topk is an option of method eagle, eagle3 and mtp, but the method is medusa",
+        ),
         ("eagle", {"use_logits": True}, "use_logits does not go with method eagle"),
         ("eagle2", {}, "unknown method 'eagle2' (did you mean 'eagle'?)"),
     ],

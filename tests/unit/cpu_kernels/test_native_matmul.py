@@ -125,10 +125,10 @@ def test_linear_layers_agree_with_those_of_torch(
     bias, dense = numbers(70, seed=2, dtype=dtype), QUANTIZATIONS.get("none")
     own = Linear(weight.shape, dense, {"weight": weight.clone()}, bias)
     is_own = dtype is torch.float32 or (dtype is torch.bfloat16 and inputs % 2 == 0)
-    assert isinstance(own._product, BlockedMatmul) is is_own
+    assert isinstance(own.product, BlockedMatmul) is is_own
     leave_to_torch(monkeypatch)
     other = Linear(weight.shape, dense, {"weight": weight.clone()}, bias)
-    assert not isinstance(other._product, BlockedMatmul)
+    assert not isinstance(other.product, BlockedMatmul)
     assert torch.allclose(own(x).float(), other(x).float(), rtol=2**-7, atol=2**-7)
 
 

@@ -84,7 +84,7 @@ def test_widened_keys_and_values_are_dealt_out_to_more_programs(
 
 @needs_gpu  # test_triton_interpreted.py does it without
 @pytest.mark.parametrize("window", [1 << 30, 40])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_way_has_the_same_bits(dtype: torch.dtype, head_dim: int, window: int) -> None:
     for heads in (4, 16):

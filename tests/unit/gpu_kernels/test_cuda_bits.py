@@ -18,7 +18,7 @@ from pipelines import configuration, noisy_copy, prompt_of, run_alone, tokens_of
 from torch.nn import functional
 
 from trtrun import LLM, SamplingParams
-from trtrun.kernels.arguments import AttentionCall
+from trtrun.kernels.arguments import AttentionCall, LatentCall
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
 pytestmark = needs_gpu
@@ -159,6 +159,61 @@ def test_a_query_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
             assert torch.equal(attend(first, stop, wider), whole[first:stop]), (first, count)
 
 
+@HALVES
+@pytest.mark.parametrize("heads", [16, 5, 128])
+@pytest.mark.parametrize(("context", "queries"), [(0, 300), (1000, 400), (5000, 40), (100, 6)])
+def test_a_query_over_latents_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
+    heads: int, context: int, queries: int, dtype: torch.dtype
+) -> None:
+    from trtrun.attention.latents import GatherLatents
+    from trtrun.kernels.triton.attention.latent_attention import PagedLatents
+
+    torch.manual_seed(context + queries)
+    rank, turned, blocks = 512, 64, -(-(context + queries) // 16)
+    store = torch.randn(1, 2 * blocks + 1, 1, 16, rank + turned, device="cuda").to(dtype)
+    tables = (torch.randperm(2 * blocks, device="cuda") + 1)[:blocks].view(1, -1)
+    wider = functional.pad(tables, (0, 100))
+    positions = (context + torch.arange(queries, device="cuda")).view(1, -1)
+    query = torch.randn(queries, heads, rank + turned, device="cuda").to(dtype)
+    own = torch.randn(queries, rank + turned, device="cuda").to(dtype)
+
+    def attend(backend: GatherLatents | PagedLatents, first: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
+        segment = AttentionSegment(0, 1, stop - first, tables, positions[:, first:stop])
+        of_query, of_token = query[first:stop], own[first:stop]
+        call = LatentCall(
+            of_query[..., :rank].contiguous(), of_query[..., rank:], of_token[:, :rank], of_token[:, rank:],
+            straight(of_query[..., rank:]), True, store, AttentionBatch([segment], 16), 192**-0.5,
+        )  # fmt: skip
+        return backend.forward(call)
+
+    whole, expected = (attend(backend, 0, queries, tables) for backend in (PagedLatents(), GatherLatents()))
+    assert ((whole.float() - expected.float()).norm() / expected.float().norm()).item() < 1e-2
+    for first in {0, 1, queries // 3, queries // 2, queries - 6, queries - 1}:
+        for count in (1, 6, 17):
+            stop = min(first + count, queries)
+            assert torch.equal(attend(PagedLatents(), first, stop, tables), whole[first:stop]), (first, count)
+            assert torch.equal(attend(PagedLatents(), first, stop, wider), whole[first:stop]), (first, count)
+
+
+@HALVES
+@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(16, 512, 128), (16, 128, 512), (1, 256, 7168), (3, 70, 44)])
+def test_products_of_heads_have_the_same_bits_in_any_company(
+    heads: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    from trtrun.kernels.triton.matmul.heads import multiply_heads
+
+    torch.manual_seed(inputs)
+    weight = (torch.randn(heads, outputs, inputs, device="cuda") / inputs**0.5).to(dtype)
+    x = torch.randn(300, heads, inputs, device="cuda").to(dtype)
+    exact = torch.einsum("rhi,hoi->rho", x.double(), weight.double())
+    for made, bound in ((dtype, 4e-3 if dtype is torch.bfloat16 else 5e-4), (torch.float32, 1e-5)):
+        whole = multiply_heads(x, weight, made)
+        assert ((whole - exact).norm() / exact.norm()).item() < bound
+        for rows in (1, 5, 16, 17, 33, 64, 65, 200):
+            assert torch.equal(multiply_heads(x[:rows], weight, made), whole[:rows]), f"{rows} rows"
+            assert torch.equal(multiply_heads(x[-rows:], weight, made), whole[-rows:]), f"the last {rows} rows"
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "odd": {"hidden_size": 60, "intermediate_size": 118, "head_dim": 10, "num_attention_heads": 6},
     "wide": {"hidden_size": 512, "intermediate_size": 1376, "head_dim": 64, "num_attention_heads": 8},
@@ -176,7 +231,9 @@ def test_logits_do_not_depend_on_the_batch(
 
 
 @HALVES
-@pytest.mark.parametrize("family", ["apertus", "olmo2", "olmo3", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["apertus", "deepseek_v2", "deepseek_v3", "gemma4_small", "gemma4_text", "olmo2", "olmo3", "phi3"]
+)
 def test_logits_of_families_do_not_depend_on_the_batch(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     check_batches(write_family(tmp_path, family, dtype=dtype), dtype)
 

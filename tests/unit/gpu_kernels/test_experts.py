@@ -8,6 +8,7 @@ import torch
 from gpus import needs_hopper
 from norms import difference
 
+from trtrun.kernels.routing import Routing
 from trtrun.kernels.torch import fp4, fp8, integers
 from trtrun.kernels.torch.experts import Choice, ExpertCodes, ExpertWeights, choose_experts
 from trtrun.kernels.torch.operations import TorchOperations
@@ -77,6 +78,28 @@ def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
     held = [one(matrix) for matrix in weight]
     tensors = {name: torch.stack([it[name] for it in held]) for name in held[0]}
     return ExpertCodes(tensors, *weight.shape[1:], rounds_activations=form == "fp8")
+
+
+@pytest.mark.parametrize("form", ["plain", "mxfp4"])
+def test_experts_of_a_rank_make_what_all_together_do(form: str) -> None:
+    """A rank holds the last three of five, for so many pairs that they are sorted, and so few that they are not."""
+    from trtrun.kernels.triton.coded_experts.coded_experts import CodedExperts
+    from trtrun.kernels.triton.experts import TritonExperts
+
+    gate_up, down, x, choice = made((5, 96, 32, 3), 30)
+
+    def held(first: int) -> TritonExperts | CodedExperts:
+        own = gate_up[first:].contiguous(), down[first:].contiguous()
+        if form == "plain":
+            return TritonExperts(own, (None, None), "silu", 1.0)
+        return CodedExperts(ExpertWeights(*(codes_of(form, weight) for weight in own)), "silu", 1.0)
+
+    whole, part = held(0), held(2)
+    for tokens in (30, 4):
+        experts = choice.experts[:tokens]
+        own = Choice(torch.where(experts < 2, -1, experts - 2), choice.shares[:tokens])
+        found = part.make(x[:tokens], own)[experts >= 2]
+        assert torch.equal(found, whole.make(x[:tokens], Choice(experts, own.shares))[experts >= 2])
 
 
 FORMS = ["fp8", "fp8 as they are", "fp8 in blocks", "int8", "int4 by 128", "int4 by 32", "mxfp4", "nvfp4"]
@@ -183,6 +206,36 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
         assert (found.shares - expected.shares).abs().max() < 1e-6
     assert found.experts[3].tolist() == list(range(chosen))
     assert found.experts[5].tolist() == [0, *range(count - 1, 0, -1)][:chosen]
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing("sigmoid", has_bias=True, factor=2.5),
+        Routing("sigmoid", has_bias=True, groups=4, chosen_groups=2, summed=2),
+        Routing("softmax", groups=8, chosen_groups=3, factor=16.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [24, 64])
+def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing: Routing) -> None:
+    """With groups that tie, too."""
+    from trtrun.kernels.triton import experts
+
+    torch.manual_seed(count)
+    logits, bias = torch.randn(11, count, device=DEVICE), None
+    logits[3] = 0.5
+    if routing.has_bias:
+        bias = torch.randn(count, device=DEVICE)
+    for renormalises in (True, False):
+        found, expected = (
+            choose(logits, 5, renormalises=renormalises, routing=routing, bias=bias)
+            for choose in (experts.choose_experts, choose_experts)
+        )
+        assert torch.equal(found.experts, expected.experts)
+        assert (found.shares / expected.shares - 1).abs().max() < 1e-5
+    groups = expected.experts // (count // routing.groups)
+    assert max(len(set(row)) for row in groups.tolist()) <= (5 if routing.groups == 1 else routing.chosen_groups)
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,40 @@ def test_copies_within_the_store(dtype: torch.dtype) -> None:
     from trtrun.kernels.triton.attention import paged_store
 
     source, target, offset = torch.tensor([[1, 3, 5, 1], [2, 7, 5, 0], [0, 4, 4, 2]])
-    store = torch.randint(-100, 100, (3, 2, 9, 2, 5, 12)).to(dtype)
+    parts = 1 if dtype is torch.float32 else 2  # latents, or keys and values
+    store = torch.randint(-100, 100, (6, parts, 9, 2, 5, 12)).to(dtype)  # three layers, and three that nobody copies
     for copy in ("copy_blocks", "copy_tokens"):
         expected, found = store.clone(), store.clone()
         others = (offset,) if copy == "copy_tokens" else ()
-        getattr(TorchOperations(), copy)(expected, source, target, *others)
-        getattr(paged_store, copy)(found, source, target, *others)
+        getattr(TorchOperations(), copy)(expected[:3], source, target, *others)
+        getattr(paged_store, copy)(found[:3], source, target, *others)
         assert not expected.equal(store) and found.equal(expected)
-        getattr(paged_store, copy)(found, source[:0], target[:0], *(one[:0] for one in others))
+        getattr(paged_store, copy)(found[:3], source[:0], target[:0], *(one[:0] for one in others))
+
+
+@pytest.mark.parametrize(("queries", "first"), [(1, 290), (9, 250)])
+def test_a_layer_attends_in_keys_and_values_of_another(queries: int, first: int) -> None:
+    """It writes none, and has the same bits in a round, in a prompt and split into shares; with the largest heads that
+    any model has."""
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
+
+    torch.manual_seed(first)
+    heads, blocks, head_dim = 8, -(-(first + queries) // 16), 512
+    store, tables = torch.randn(2, blocks + 1, 1, 16, head_dim).half(), (torch.randperm(blocks) + 1).view(1, -1)
+    positions, query = first + torch.arange(queries).view(1, -1), torch.randn(queries, heads, head_dim).half()
+    angles = torch.rand(2, queries, 1, head_dim).half().unbind()
+
+    def attend(backend: GatherAttention | PagedAttention, start: int = 0) -> torch.Tensor:
+        batch = AttentionBatch([AttentionSegment(0, 1, queries - start, tables, positions[:, start:])], 16)
+        own = angles[0][start:], angles[1][start:]
+        call = AttentionCall(query[start:], query[start:, heads:], own, kept, batch, head_dim**-0.5, None)
+        return backend.forward(call)
+
+    kept = store.clone()
+    found = attend(PagedAttention())
+    assert difference(found, attend(GatherAttention())) < BOUNDS[torch.float16]
+    assert torch.equal(attend(PagedAttention(), queries - 1), found[-1:])
+    assert torch.equal(kept, store)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ SOME: dict[str, Any] = {
     "architecture": "Qwen2ForCausalLM", "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1,
     "num_hidden_layers": 2, "max_position_embeddings": 1024,
 }  # fmt: skip
+SHARED: dict[str, Any] = {
+    "model_type": "gemma4_small", "sliding_window": WINDOW, "max_position_embeddings": 1024,
+}  # fmt: skip
 CHAIN, TREE = {"draft_len": 3}, {"method": "ngram", "prompt_lookup_min": 1, "draft_len": 3, "max_paths": 3}
 KEEPS_ALL = {"max_batch_size": 3, "max_num_tokens": 1024, "max_seq_len": 564}
 """Of a row that is no longer than a window of 48 tokens, a chunk of 512 and what is between."""
@@ -46,11 +49,16 @@ def has_rule(config: RuntimeConfig) -> bool:
     return window_rule(config, JobSpec(config).models) is not None
 
 
-@pytest.mark.parametrize(("kind", "name"), [(ALL, "plain"), (SOME, "int8")], ids=["all layers", "some layers"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(ALL, "plain"), (SOME, "int8"), (SHARED, "plain")],
+    ids=["all layers", "some layers", "layers that share them"],
+)
 def test_texts_are_those_of_layers_that_keep_all(tmp_path: Path, kind: dict[str, Any], name: str) -> None:
     """Of prompts several times as long as a window, read in chunks, some of which begin alike; plain, with chains, with
     trees, after preemption; with block reuse on and off."""
-    target = make_checkpoint(tmp_path / "target", seed=1, dtype=torch.bfloat16, **kind)
+    make = write_family if "model_type" in kind else make_checkpoint
+    target = make(tmp_path / "target", seed=1, dtype=torch.bfloat16, **kind)  # type: ignore[operator]
     draft = noisy_copy(tmp_path / "draft", target, 0.02)
     longest = prompt_of(500, seed=500)
     prompts = [prompt_of(3), longest, prompt_of(130), longest[:450], prompt_of(60), prompt_of(47), longest]

@@ -170,7 +170,7 @@ def test_linear_layers_on_the_cpu_are_right_with_and_without_the_kernel(
             wide = numbers(rows, inputs + 6, seed=rows)
             x = wide[:, 4:-2]
             assert_product(linear(x), weight, bias, x, name == "fp8")
-    assert isinstance(linear._product, TorchFp8Matmul)
+    assert isinstance(linear.product, TorchFp8Matmul)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -109,7 +109,7 @@ def test_linear_layers_on_the_cpu_are_right_with_and_without_the_kernel(
             assert found.dtype is torch.bfloat16
             # torch rounds its sums to bfloat16 before they are scaled and a bias is added.
             assert torch.allclose(found.double(), exact, rtol=2**-6, atol=float(exact.abs().max()) * 2**-7)
-    assert isinstance(linear._product, TorchInt8Matmul)
+    assert isinstance(linear.product, TorchInt8Matmul)
 
 
 @needs_gpu

@@ -135,6 +135,16 @@ def test_norms_of_queries_and_keys_round_as_transformers_does(tmp_path: Path) ->
             assert torch.equal(found[:, part], expected(heads[:, part])), (family, name)
 
 
+def test_biases_of_experts_scores_are_not_rounded(tmp_path: Path) -> None:
+    """They differ by less than bfloat16 tells apart."""
+    path = write_family(tmp_path, "glm4_moe", dtype=torch.bfloat16)
+    weights, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.gate.e_score_correction_bias"
+    weights[name] = 30 + torch.arange(8) * 1e-3
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    mlp = PagedModel(path, torch.bfloat16).models[0]._layers[1].mlp
+    assert mlp._choose(torch.zeros(1, 8)).experts.tolist() == [[7, 6, 5]]
+
+
 def test_numbers_of_apertus_activation_may_be_in_the_file_or_not(tmp_path: Path) -> None:
     """Those of the file count; where it has none they are the usual ones."""
     path, batch = write_family(tmp_path, "apertus"), [[(0, 0, prompt_of(12))]]

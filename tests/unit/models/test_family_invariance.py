@@ -24,7 +24,8 @@ KERNELS = [
 
 @pytest.mark.parametrize(("kind", "dtype"), KERNELS, ids=str)
 @pytest.mark.parametrize(
-    ("family", "tp_size"), [("apertus", 1), ("gpt_oss", 2), ("olmo2", 1), ("olmo3", 2), ("phi3", 1)]
+    ("family", "tp_size"),
+    [("apertus", 1), ("deepseek_v3", 2), ("gemma4_small", 1), ("gpt_oss", 2), ("olmo2", 1), ("olmo3", 2), ("phi3", 1)],
 )
 def test_logits_do_not_depend_on_the_batch(
     tmp_path: Path,
@@ -38,7 +39,12 @@ def test_logits_do_not_depend_on_the_batch(
     sizes = ODD
     if family == "phi3":
         sizes = {**ODD, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.6}}
-    path = write_family(tmp_path, family, dtype=dtype, num_hidden_layers=2, **sizes)
+    if family == "deepseek_v3":
+        sizes = {**ODD, "num_key_value_heads": 6}
+    if family == "gemma4_small":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        sizes = {**ODD, "num_hidden_layers": 4, "layer_types": kinds, "hidden_size_per_layer_input": 11}
+    path = write_family(tmp_path, family, dtype=dtype, **{"num_hidden_layers": 2, **sizes})
     model = PagedModel(path, dtype, tp_size, block_size=16)
     check_chunks(model)
     texts = {row: tokens_of(row) for row in range(10, 13)}

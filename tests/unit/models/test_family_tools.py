@@ -26,7 +26,10 @@ from trtrun.tools.quantizing.plain_layer import known_plans
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
 MODULES = {
     "apertus": ("q_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "gemma3_text": ("q_proj", "gate_proj", "down_proj"),
+    "gemma4_small": ("q_proj", "per_layer_input_gate", "down_proj"),
+    "gemma4_text": ("k_proj", "o_proj", "gate_proj"),
     "gpt_oss": ("q_proj", "v_proj", "o_proj"),
     "granite": ("v_proj", "up_proj", "down_proj"),
     "mixtral": ("q_proj", "v_proj", "o_proj"),
@@ -44,10 +47,13 @@ EXPERTS = "stands a ExpertsPlan, which is not known"
 ONE_TENSOR = "lies in its files in another way than Llama's"
 REFUSALS: dict[str, tuple[str | None, str]] = {
     "apertus": ("layers of {} (XieluMLPPlan)", "stands a XieluMLPPlan, which is not known"),
+    "deepseek_v2": ("layers of {} (LatentAttentionPlan)", "is a LatentAttentionPlan, which is not known"),
     "ernie4_5": ("the interleaved of {}", ONE_TENSOR),
     "gemma2": ("the ends of {}", ENDS),
     "gemma3_text": ("the ends of {}", ENDS),
+    "gemma4_small": ("the ends of {}", "the layers of"),
     "glm4": ("the attention_output_norm of {}", NORMS),
+    "glm4_moe": ("the rotated of {}", ONE_TENSOR),
     "gpt_oss": ("the ends of {}", ENDS),
     "granite": ("the ends of {}", ENDS),
     "mixtral": (None, EXPERTS),
@@ -70,12 +76,16 @@ WIDE: dict[str, int] = {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "vocab_size": 224,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
 }
 """Sizes that groups and blocks of quantized formats divide."""
+OF_INPUTS = {"global_head_dim": 128, "vocab_size_per_layer_input": 224, "hidden_size_per_layer_input": 128}
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
-@pytest.mark.parametrize("family", [*MODULES, "qwen3_next"])
+@pytest.mark.parametrize("family", [*MODULES, "glm4_moe", "qwen3_next"])
 def test_an_engine_holds_the_checkpoints_bits(tmp_path: Path, family: str, tp_size: int) -> None:
     source = write_family(tmp_path / "source", family)
     engine = build_engine(source, tmp_path / "engine", tp_size)
@@ -129,7 +139,7 @@ def test_layers_like_llamas_of_an_architecture_that_tensorrt_llm_does_not_know_a
     assert known_plans(read_model_config(source))
 
 
-@pytest.mark.parametrize("family", ["ernie4_5", "glm4", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["ernie4_5", "glm4", "glm4_moe", "qwen3_5_text"])
 def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Path, family: str) -> None:
     target = write_family(tmp_path / "target", family)
     adapter = make_adapter(tmp_path / "adapter", target, modules=("q_proj",))
@@ -140,7 +150,9 @@ def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "form"),
     [
+        ("deepseek_v3", "fp8 block"),
         ("gemma3_text", "gptq with act-order"),
+        ("gemma4_small", "compressed-tensors FP8 dynamic"),
         ("mixtral", "awq"),
         ("olmoe", "compressed-tensors FP8 dynamic"),
         ("qwen3_moe", "fp8 block"),
@@ -148,7 +160,8 @@ def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Pa
 )
 def test_checkpoints_that_others_have_quantized(tmp_path: Path, family: str, form: str) -> None:
     """Experts among them; routers are plain."""
-    dense, stored = write_family(tmp_path / "dense", family, **WIDE), tmp_path / "stored"
+    sizes = {**WIDE, **OF_INPUTS} if family == "gemma4_small" else WIDE
+    dense, stored = write_family(tmp_path / "dense", family, **sizes), tmp_path / "stored"
     shutil.copytree(dense, stored)
     store_in_format(dense, stored, FORMATS[form])
     found, expected = (PagedModel(path, tp_size=2).forward(BATCH) for path in (stored, dense))

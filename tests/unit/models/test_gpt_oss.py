@@ -69,6 +69,11 @@ def test_experts_in_mxfp4_are_those_that_transformers_widens(tmp_path: Path, tp_
     assert on_gpus is not None and on_gpus.startswith("mxfp4 weights stay as they are")
     assert ("become bfloat16" in on_gpus) == (tp_size > 1), "ranks share blocks"
     assert describe_stored(read_model_config(plain), share, torch.bfloat16, "cuda") is None
+    if tp_size > 1:  # whole experts are whole blocks
+        found, expected = (PagedModel(path, torch.bfloat16, tp_size, by_experts=True) for path in (stored, plain))
+        assert torch.equal(found.forward(BATCH), expected.forward(BATCH))
+        on_gpus = describe_stored(config.cut_by_experts(), share, torch.bfloat16, "cuda")
+        assert on_gpus is not None and "become" not in on_gpus
     engine = PagedModel(build_engine(stored, tmp_path / "engine", tp_size), torch.bfloat16, tp_size)
     assert torch.equal(engine.forward(BATCH), logits)
 

@@ -77,11 +77,11 @@ def reference_greedy(path: Path, prompt: list[int], count: int) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-def check_logits(path: Path, tp_size: int = 1, length: int = 41) -> PagedModel:
+def check_logits(path: Path, tp_size: int = 1, length: int = 41, *, by_experts: bool = False) -> PagedModel:
     """Two prefill chunks and then single tokens give transformers' logits at every position."""
     tokens = prompt_of(length)
     expected = reference_logits(path, tokens)
-    model = PagedModel(path, tp_size=tp_size)
+    model = PagedModel(path, tp_size=tp_size, by_experts=by_experts)
     parts = [model.forward([[(0, 0, tokens[:17])]]), model.forward([[(0, 17, tokens[17:30])]])]
     parts += [model.forward([[(0, at, tokens[at : at + 1])]]) for at in range(30, length)]
     actual = torch.cat(parts)

@@ -63,7 +63,8 @@ class Pair:
 
     def __init__(self, folder: Path, family: str) -> None:
         self._folder = folder
-        self.target = write_family(folder / "target", family, seed=1, dtype=torch.bfloat16, head_dim=32)
+        sizes = {"num_hidden_layers": 5} if family == "deepseek_v3" else {"head_dim": 32}
+        self.target = write_family(folder / "target", family, seed=1, dtype=torch.bfloat16, **sizes)
         with make_llm(self.target, **SETTINGS) as llm:
             self.texts = run_alone(llm, PROMPTS, SAMPLING)
 
@@ -80,8 +81,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     return cache(lambda family: Pair(tmp_path_factory.mktemp(family), family))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, method) for family in ("deepseek_v3", "gemma3_text", "mixtral", "qwen3_moe") for method in METHODS),
+        *(("gemma4_small", method) for method in ("suffixes", "lookahead", "EAGLE-3, dynamic tree")),
+        ("gemma4_text", "n-grams"),
+    ],
+)
 def test_texts_are_plain_ones_whatever_drafts(pairs: Callable[[str], Pair], family: str, method: str) -> None:
     """Eight rows at once, and rows alone."""
     pair = pairs(family)
@@ -92,7 +99,7 @@ def test_texts_are_plain_ones_whatever_drafts(pairs: Callable[[str], Pair], fami
 
 
 @pytest.mark.parametrize("method", ["n-grams", "Medusa", "EAGLE-3", "EAGLE-3, dynamic tree"])
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "qwen3_moe"])
 def test_rows_that_are_preempted(pairs: Callable[[str], Pair], family: str, method: str) -> None:
     pair = pairs(family)
     drafting, least = pair.drafting(METHODS[method]), METHODS[method].least

@@ -14,7 +14,13 @@ from typing import Literal
 from typing_extensions import override
 
 from parallel.topology import Role
-from trtrun.configuration.drafting.head_methods import DFlashSection, Eagle3Section, EagleSection, MedusaSection
+from trtrun.configuration.drafting.head_methods import (
+    DFlashSection,
+    Eagle3Section,
+    EagleSection,
+    MedusaSection,
+    MTPSection,
+)
 from trtrun.configuration.drafting.speculation_section import (
     DEFAULT_METHOD,
     DraftingMethod,
@@ -97,6 +103,14 @@ METHODS |= {
         may_sit_apart=True,
         num_behind=1,
     ),
+    "mtp": _on_target(
+        section=MTPSection,
+        to_check="a layer that was trained for one token is seldom right further on: lower speculation.draft_len",
+        needs_heads=True,
+        drafts_from_target=True,
+        may_sit_apart=True,
+        num_behind=1,
+    ),
     **dict.fromkeys(
         ("dflash", "dspark"),
         _on_target(
@@ -128,6 +142,24 @@ def needs_heads(speculation: object) -> bool:
     """Whether the method of a `speculation` section, checked or as the YAML file has it, drafts with heads."""
     method = _method_of(speculation)
     return method is not None and method.needs_heads
+
+
+def place_heads(speculation: object, draft: object, target: object) -> object:
+    """What `draft` says of heads, with the target's directory where the method's heads lie in that; None where it says
+    nothing. All are as the YAML file has them.
+
+    Raises:
+        ValueError: it names another directory.
+    """
+    method = _method_of(speculation)
+    if method is None or not method.drafts_from_target or not isinstance(target, Mapping):
+        return draft
+    own, said = target.get("model"), {} if draft is None else draft
+    if not isinstance(said, Mapping):
+        return draft  # which is refused where it is read
+    if said.get("model") not in (None, own):
+        raise ValueError("draft.model: the heads of this method lie in the target's own files: leave it out")
+    return {**said, "model": own}
 
 
 def check_heads_devices(method: str, devices: Sequence[str], target_devices: Sequence[str]) -> None:
@@ -179,9 +211,8 @@ def read_speculation(values: object) -> object:
         return method.section.model_validate({key: value for key, value in values.items() if key not in foreign})
     if foreign:
         owners = [owner for owner, other in METHODS.items() if foreign[0] in other.section.model_fields]
-        raise ValueError(
-            f"{foreign[0]} is an option of method {' and '.join(owners)}, but the method is {name}: leave it out"
-        )
+        named = " and ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
+        raise ValueError(f"{foreign[0]} is an option of method {named}, but the method is {name}: leave it out")
     section = method.section.model_validate(values)
     if section.use_logits and not method.has_probabilities:
         raise ValueError(

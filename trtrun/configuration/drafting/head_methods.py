@@ -208,6 +208,13 @@ class Eagle3Section(EagleSection):
     eagle3_layers_to_capture: tuple[Annotated[int, Number, Field(ge=-1, le=4095)], ...] | None = None
 
 
+class MTPSection(EagleSection):
+    """Options of `mtp`, which are those of `eagle`. The head is the layer for multi-token prediction that the target's
+    own files hold (Qwen3-Next, Qwen3.5, GLM-4.5): `draft` is left out, or names a device alone. Beyond the first token
+    it goes on with its own states.
+    """
+
+
 class DFlashSection(HybridOptions, SpeculationSection):
     """Options of `dflash` and `dspark`. Their heads draft all tokens of a row in one forward, of its newest token and
     mask tokens behind it; draft_len is at most what a head was trained for. In DSpark, what is said of a place depends

@@ -79,7 +79,7 @@ class HybridOptions(SuffixOptions):
     Attributes:
         enable_suffix_decoding: whether a row whose last tokens stood before gets what followed there, by the rule of
             `suffix`, in place of the model's draft; not with use_logits. On GPUs the steps of a draft model beside the
-            target, and of eagle and eagle3, are then launched one by one.
+            target, and of eagle, eagle3 and mtp, are then launched one by one.
         suffix_decoding_min_match_len: for how many tokens what stood before must be the row's last ones.
     """
 
@@ -165,7 +165,7 @@ class SpeculationSection(Section):
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram`, `suffix` with what texts repeat; `token_recycling`
             with what the target held likely before; `lookahead` with n-grams of its guesses; others with heads; `none`
-            runs it alone. Only the draft model and heads need `draft`.
+            runs it alone. Only the draft model and heads with files of their own need `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
             `draft_target` alone.
@@ -256,6 +256,7 @@ class DraftingMethod:
             reads hidden states (models/decoder.py); for one on the target ranks without heads, which say it themselves.
         needs_heads: whether it drafts with heads, from the directory `draft.model`: layers that read what the target
             computes, on its ranks (heads/heads.py).
+        drafts_from_target: whether its heads lie in the target's own files, so that `draft` names no model.
         may_sit_apart: whether its heads may have a rank of their own, which is told what they read.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
@@ -269,6 +270,7 @@ class DraftingMethod:
     to_check: str = "the drafter may be another model's"
     find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
     needs_heads: bool = False
+    drafts_from_target: bool = False
     may_sit_apart: bool = False
     num_behind: int = 0
     drafts_masked: bool = False

@@ -13,6 +13,7 @@ own blocks, and all of this is forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.segments import AttentionBatch
+from trtrun.kvcache.specs import LayerSpecs
 from trtrun.kvcache.store import KVStore
 from trtrun.tensors import cached_range
 
@@ -58,9 +60,7 @@ class FeatureLayers(Protocol):
 
     hidden_size: int
     dtype: torch.dtype
-    num_layers: int
-    kv_heads: int
-    head_dim: int
+    keeps: Sequence[LayerSpecs]
     has_overflowed: bool
 
     def reserve_positions(self, positions: int) -> None:

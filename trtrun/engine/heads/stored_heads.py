@@ -26,7 +26,6 @@ from trtrun.engine.start_forwards import tree_depths
 from trtrun.heads.dflash_head import DraftedBlocks
 from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
-from trtrun.kvcache.specs import like_layers
 from trtrun.kvcache.store import KVStore
 from trtrun.sampling.distributions import KeyedRanks
 from trtrun.tensors import cached_range, cached_tensor, inference
@@ -51,7 +50,7 @@ class StoredHeads:
         first_guessed = space.first_block + space.num_blocks
         self._guessed = range(first_guessed, first_guessed + num_guessed_blocks)
         self._store = KVStore(
-            like_layers(layers.num_layers, layers.kv_heads, layers.head_dim),
+            layers.keeps,
             space.first_block + space.num_blocks + num_guessed_blocks,
             rows.block_size,
             layers.dtype,

@@ -55,15 +55,16 @@ class NativeAttention:
         """Attend over a store whose blocks `takes_blocks` accepts."""
         value, store_layer = call.value, call.store_layer
         kv_heads, block_size = store_layer.shape[2:4]
-        rotated = rotate(call.query_key, *call.angles)
-        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
+        query = key = rotate(call.query_key, *call.angles)
+        if call.writes:
+            query, key = query[:, :-kv_heads], query[:, -kv_heads:]
         output = torch.empty(query.shape, dtype=query.dtype)
         for segment in call.batch.segments:
             table, part = segment.block_tables, slice(segment.start, segment.stop)
             new_key, new_value = key[part], value[part]
             arguments = Arguments(
-                key=new_key.data_ptr(),
-                value=new_value.data_ptr(),
+                key=new_key.data_ptr() if call.writes else None,
+                value=new_value.data_ptr() if call.writes else None,
                 store=store_layer.data_ptr(),
                 tables=table.data_ptr(),
                 key_stride=_row_bytes(key),

@@ -54,11 +54,11 @@ from trtrun.kernels.cpu.matmul_code import (
 )
 from trtrun.kernels.torch.fp8 import round_activations
 
-_READ_NS, _MULTIPLY_NS = 0.16, 0.02
+READ_NS, MULTIPLY_NS = 0.16, 0.02
 """Nanoseconds that one thread needs for a weight's number: to read it, and for each row; about, on a Xeon, with AVX-512
 and with AVX2."""
 
-_CACHED_NUMBERS = 2**19
+CACHED_NUMBERS = 2**19
 """Weights of up to so many numbers belong to models small enough to stay in the caches (the shipped pair: 20 MB)."""
 
 
@@ -72,6 +72,10 @@ class BlockedProduct:
         kernel: compiled for such blocks.
         form: that it was compiled for.
         unpacked_bytes: what each thread needs beside its sums, for more rows than a tile takes.
+
+    Attributes:
+        form: that the kernel was compiled for.
+        arguments: what the kernel gets, of which a call sets what is of its rows.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class BlockedProduct:
         form: Form,
         unpacked_bytes: int = 0,
     ) -> None:
-        self._form = form
+        self.form = form
         self._blocks = blocks
         self._features = features
         self._per_feature = per_feature
@@ -92,26 +96,26 @@ class BlockedProduct:
         pairs = blocks.shape[1]
         self._dtype = torch.float32 if form.is_float32 else torch.bfloat16
         self._needs_scratch = pairs > form.stretch or unpacked_bytes > 0
-        self._arguments = Arguments(
+        self.arguments = Arguments(
             weight=blocks.data_ptr(),
             bias=None if per_feature is None else per_feature.data_ptr(),
             pairs=pairs,
             features=features,
-            is_cached=blocks.numel() <= _CACHED_NUMBERS,
+            is_cached=blocks.numel() <= CACHED_NUMBERS,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out], in the product's dtype."""
-        if not self._form.multiplies_bfloat16:
+        if not self.form.multiplies_bfloat16:
             x = x.float()
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        threads = machine.team(self._blocks.numel() * (_READ_NS + rows * _MULTIPLY_NS), self._blocks.shape[0])
+        threads = machine.team(self._blocks.numel() * (READ_NS + rows * MULTIPLY_NS), self._blocks.shape[0])
         y = torch.empty(rows, self._features, dtype=self._dtype)
-        arguments = self._arguments
-        if self._needs_scratch and (rows > self._form.rows or self._form.is_float32):
-            scratch = torch.empty(threads, rows * self._form.block * 4 + self._unpacked_bytes, dtype=torch.uint8)
+        arguments = self.arguments
+        if self._needs_scratch and (rows > self.form.rows or self.form.is_float32):
+            scratch = torch.empty(threads, rows * self.form.block * 4 + self._unpacked_bytes, dtype=torch.uint8)
             arguments.scratch = scratch.data_ptr()
         arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
         arguments.x_stride, arguments.rows = x.stride(0) * x.itemsize, rows

@@ -146,6 +146,7 @@ class MatmulCode(Emitter):
         self._form = form
         self._input_pair_bytes = PAIR_BYTES if form.multiplies_bfloat16 or form.is_float32 else 2 * PAIR_BYTES
         self._result_bytes = 4 if form.is_float32 else 2
+        self._saved_bytes = form.block * 4
         self.weight_pair_bytes = form.block * PAIR_BYTES
         """Bytes of a block for one pair of input features, as the weight lies in memory."""
 
@@ -298,62 +299,83 @@ class MatmulCode(Emitter):
                 added = builder.load(self.at(builder, bias, part * LINE_BYTES), typ=self.floats, align=4)
                 builder.store(builder.fadd(builder.load(place, typ=self.floats), added), place)
 
-    def emit_kernel(self, tiles: list[list[ir.Function]]) -> None:
-        """Emit the loops: over blocks of this thread, stretches of input features, and tiles of rows."""
-        integer, block = self.integer, self._form.block
-        thread_number = self.declare(THREAD_NUMBER, self.small)
-        num_threads = self.declare(NUM_THREADS, self.small)
+    def emit_kernel(self, tiles: list[list[ir.Function]]) -> ir.Function:
+        """Emit the loop over blocks of this thread; returns what computes one."""
+        integer, block = self.integer, self.emit_block(tiles)
         builder, (pointer,) = self.define(KERNEL, self.pointer)
         field = self.read(builder, pointer, Arguments)
-        rows, pairs, features = field["rows"], field["pairs"], field["features"]
-        thread = builder.zext(builder.call(thread_number, []), integer)
-        threads = builder.zext(builder.call(num_threads, []), integer)
-        blocks = builder.sdiv(builder.add(features, integer(block - 1)), integer(block))
+        thread, threads = self.emit_thread(builder)
+        blocks = self.count_blocks(builder, field["features"])
         start = builder.sdiv(builder.mul(thread, blocks), threads)
         stop = builder.sdiv(builder.mul(builder.add(thread, integer(1)), blocks), threads)
+        room_bytes = builder.add(builder.mul(field["rows"], integer(self._saved_bytes)), integer(self.unpacked_bytes))
+        room = self.at(builder, field["scratch"], builder.mul(thread, room_bytes))
+        with count(builder, start, stop, 1) as number:
+            builder.call(block, [pointer, number, room])
+        builder.ret_void()
+        return block
+
+    def emit_thread(self, builder: ir.IRBuilder) -> tuple[ir.Value, ir.Value]:
+        """This thread's number, and how many there are."""
+        functions = self.module.globals
+        kinds = (
+            functions[name] if name in functions else self.declare(name, self.small)
+            for name in (THREAD_NUMBER, NUM_THREADS)
+        )
+        thread, threads = (builder.zext(builder.call(function, []), self.integer) for function in kinds)
+        return thread, threads
+
+    def count_blocks(self, builder: ir.IRBuilder, features: ir.Value) -> ir.Value:
+        """Blocks of so many output features."""
+        return builder.sdiv(builder.add(features, self.integer(self._form.block - 1)), self.integer(self._form.block))
+
+    def emit_block(self, tiles: list[list[ir.Function]]) -> ir.Function:
+        """block(arguments, number, room): stretches of input features of a block, and tiles of rows. `room` is this
+        thread's part of scratch."""
+        integer, block = self.integer, self._form.block
+        builder, (pointer, number, room) = self.define("block", self.pointer, integer, self.pointer)
+        field = self.read(builder, pointer, Arguments)
+        rows, pairs, features = field["rows"], field["pairs"], field["features"]
         y_stride = builder.mul(features, integer(self._result_bytes))
         alone = builder.icmp_signed("<=", rows, integer(self._form.rows))
         stretch = integer(self._form.stretch)
         if not self._form.is_float32:
             stretch = builder.select(alone, pairs, stretch)
-        saved_bytes = integer(block * 4)
-        room_bytes = builder.add(builder.mul(rows, saved_bytes), integer(self.unpacked_bytes))
-        room = self.at(builder, field["scratch"], builder.mul(thread, room_bytes))
         saved = self.at(builder, room, self.unpacked_bytes)
         has_bias = builder.icmp_unsigned("!=", builder.ptrtoint(field["bias"], integer), integer(0))
-        with count(builder, start, stop, 1) as number:
-            block_bytes = builder.mul(pairs, integer(self.weight_pair_bytes))
-            weight = self.at(builder, field["weight"], builder.mul(number, block_bytes))
-            first_feature = builder.mul(number, integer(block))
-            bias = self.at(builder, field["bias"], builder.mul(first_feature, integer(self.feature_bytes)))
-            bias = builder.select(has_bias, bias, field["bias"])
-            y = self.at(builder, field["y"], builder.mul(first_feature, integer(self._result_bytes)))
-            lanes = builder.sub(features, first_feature)
-            with count(builder, integer(0), pairs, stretch) as pair:
-                remaining = builder.sub(pairs, pair)
-                last = builder.icmp_signed("<=", remaining, stretch)
-                taken = builder.select(last, remaining, stretch)
-                packed = self.at(builder, weight, builder.mul(pair, integer(self.weight_pair_bytes)))
-                source = self.begin_stretch(builder, packed, taken, room, alone)
-                with count(builder, integer(0), rows, self._form.rows) as row:
-                    row_x = self.at(builder, field["x"], builder.mul(row, field["x_stride"]))
-                    arguments = [
-                        self.at(builder, row_x, builder.mul(pair, integer(self._input_pair_bytes))),
-                        field["x_stride"],
-                        source,
-                        self._ahead(builder, packed, taken, row),
-                        bias,
-                        self.at(builder, y, builder.mul(row, y_stride)),
-                        y_stride,
-                        self.at(builder, saved, builder.mul(row, saved_bytes)),
-                        taken,
-                        lanes,
-                        builder.icmp_signed("==", pair, integer(0)),
-                        last,
-                    ]
-                    kind = self.choose_tiles(builder, row, alone, field["is_cached"])
-                    self._emit_choice(builder, tiles, builder.sub(rows, row), kind, arguments)
+        block_bytes = builder.mul(pairs, integer(self.weight_pair_bytes))
+        weight = self.at(builder, field["weight"], builder.mul(number, block_bytes))
+        first_feature = builder.mul(number, integer(block))
+        bias = self.at(builder, field["bias"], builder.mul(first_feature, integer(self.feature_bytes)))
+        bias = builder.select(has_bias, bias, field["bias"])
+        y = self.at(builder, field["y"], builder.mul(first_feature, integer(self._result_bytes)))
+        lanes = builder.sub(features, first_feature)
+        with count(builder, integer(0), pairs, stretch) as pair:
+            remaining = builder.sub(pairs, pair)
+            last = builder.icmp_signed("<=", remaining, stretch)
+            taken = builder.select(last, remaining, stretch)
+            packed = self.at(builder, weight, builder.mul(pair, integer(self.weight_pair_bytes)))
+            source = self.begin_stretch(builder, packed, taken, room, alone)
+            with count(builder, integer(0), rows, self._form.rows) as row:
+                row_x = self.at(builder, field["x"], builder.mul(row, field["x_stride"]))
+                arguments = [
+                    self.at(builder, row_x, builder.mul(pair, integer(self._input_pair_bytes))),
+                    field["x_stride"],
+                    source,
+                    self._ahead(builder, packed, taken, row),
+                    bias,
+                    self.at(builder, y, builder.mul(row, y_stride)),
+                    y_stride,
+                    self.at(builder, saved, builder.mul(row, integer(self._saved_bytes))),
+                    taken,
+                    lanes,
+                    builder.icmp_signed("==", pair, integer(0)),
+                    last,
+                ]
+                kind = self.choose_tiles(builder, row, alone, field["is_cached"])
+                self._emit_choice(builder, tiles, builder.sub(rows, row), kind, arguments)
         builder.ret_void()
+        return builder.function
 
     def begin_stretch(
         self, builder: ir.IRBuilder, weight: ir.Value, pairs: ir.Value, room: ir.Value, alone: ir.Value

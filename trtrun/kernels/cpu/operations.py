@@ -19,10 +19,12 @@ from trtrun.kernels.arguments import Activation, LineSlots
 from trtrun.kernels.cpu import fused as kernels
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import NativeAttention, takes_head, whole_head
+from trtrun.kernels.cpu.experts import NativeExperts, takes
 from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, BlockedInt8Matmul, BlockedMatmul, can_block
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
+from trtrun.kernels.torch.experts import Experts
 from trtrun.kernels.torch.low_rank import Factors, Install, LowRank, LowRankShape
-from trtrun.kernels.torch.operations import GatheredAttention, Product, TorchOperations
+from trtrun.kernels.torch.operations import GatheredAttention, HeadProducts, Product, TorchOperations
 from trtrun.kvcache.formats import PLAIN, KVFormat
 
 _RANKS = 8
@@ -136,6 +138,33 @@ class CpuOperations(TorchOperations):
         if can_pack(weight.device, weight.dtype):
             return OneDnnMatmul(weight, bias, batch_invariant=batch_invariant)
         return super().product(weight, bias, batch_invariant=batch_invariant)
+
+    @override
+    def wide_product(self, weight: torch.Tensor) -> Product:
+        if machine.processor_kind() is None and weight.dtype is torch.bfloat16:
+            product = self.product(weight, None, batch_invariant=True)  # oneDNN's rows of float32 know their company
+            return lambda x: product(x).float()
+        product = self.product(weight.float(), None, batch_invariant=True)
+        return lambda x: product(x.float())
+
+    @override
+    def head_products(self, weight: torch.Tensor) -> HeadProducts:
+        products = [self.product(of_head.contiguous(), None, batch_invariant=True) for of_head in weight]
+        outputs = weight.shape[1]
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            made = x.new_empty((*x.shape[:2], outputs))
+            for head, product in enumerate(products):
+                made[:, head] = product(x[:, head])
+            return made
+
+        return multiply
+
+    @override
+    def host_experts(self, gate_up: Sequence[Product], down: Sequence[Product], activate: Product) -> Experts:
+        if takes(gate_up) and takes(down):
+            return NativeExperts(gate_up, down, activate)
+        return super().host_experts(gate_up, down, activate)
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
         """Whether products keep weights in a layout of their own."""

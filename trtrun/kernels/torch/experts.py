@@ -2,15 +2,19 @@
 
 A token's bits do not depend on who else chose an expert: each product takes rows that are alone in it, too, and a
 token's experts are added in the order in which it chose them, in float32. It knows tensors. It does not know layers, or
-how ranks share features out.
+how ranks share features or experts out.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from typing_extensions import override
+
+from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
 
 
 class ExpertCodes(NamedTuple):
@@ -55,7 +59,8 @@ class Choice(NamedTuple):
     """The experts of each token, the likeliest first.
 
     Attributes:
-        experts: [tokens, chosen] int64; of equally likely ones the lower number comes first.
+        experts: [tokens, chosen] int64; of equally likely ones the lower number comes first. -1 where the expert is not
+            held here, among experts of a rank that holds some.
         shares: [tokens, chosen] float32: what their results are multiplied by.
     """
 
@@ -63,22 +68,106 @@ class Choice(NamedTuple):
     shares: torch.Tensor
 
 
-def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool) -> Choice:
-    """The `num_chosen` likeliest experts of logits [tokens, experts], by softmax in float32 over all of them; shares of
-    those that are chosen sum to 1 where `renormalises`."""
-    # By logits: shares of those that are far behind may be equal where these are not.
-    experts = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
-    shares = torch.softmax(logits.float(), dim=-1).gather(1, experts)
+def choose_experts(
+    logits: torch.Tensor,
+    num_chosen: int,
+    *,
+    renormalises: bool,
+    routing: Routing = USUAL,
+    bias: torch.Tensor | None = None,
+) -> Choice:
+    """The `num_chosen` best experts of logits [tokens, experts]; shares of those that are chosen sum to 1, but for the
+    factor, where `renormalises`. `bias` is [experts] float32, where the routing has one."""
+    wide = logits.float()
+    if routing.scores == "softmax":
+        every = torch.softmax(wide, dim=-1)
+    else:  # the sigmoid as a softmax beside 0, whose rows have the same bits in any company
+        every = torch.softmax(torch.stack((wide, torch.zeros_like(wide)), dim=-1), dim=-1)[..., 0]
+    # By logits where that is the same order: shares of those that are far behind may be equal where these are not.
+    by_logits = routing.scores == "softmax" and bias is None and routing.summed == 1
+    ranked = wide if by_logits else every if bias is None else every + bias
+    if routing.groups > 1:
+        ranked = _of_best_groups(ranked, routing)
+    experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    shares = every.gather(1, experts)
     if renormalises:
-        # One by one: how torch groups a sum may depend on the number of rows.
-        total = shares[:, 0]
-        for place in range(1, num_chosen):
-            total = total + shares[:, place]
-        shares = shares / total.unsqueeze(1)
-    return Choice(experts, shares)
+        shares = shares / (_sum_one_by_one(shares) + LEAST_TOTAL).unsqueeze(1)
+    return Choice(experts, shares if routing.factor == 1.0 else shares * routing.factor)
 
 
-class HostExperts:
+def _of_best_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """[tokens, experts], with -inf for experts of other groups than the best ones."""
+    grouped = ranked.view(len(ranked), routing.groups, -1)
+    best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : routing.summed]
+    of_groups = _sum_one_by_one(best.flatten(0, 1)).view(grouped.shape[:2])
+    chosen = of_groups.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
+    is_left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, chosen, False)
+    return grouped.masked_fill(is_left_out.unsqueeze(2), float("-inf")).flatten(1)
+
+
+def _sum_one_by_one(numbers: torch.Tensor) -> torch.Tensor:
+    """Sums of rows [rows, few]: how torch groups a sum may depend on the number of rows."""
+    total = numbers[:, 0]
+    for place in range(1, numbers.shape[1]):
+        total = total + numbers[:, place]
+    return total
+
+
+class ScaledChoice:
+    """A choice of experts whose shares are then multiplied by a number of each expert.
+
+    Args:
+        choose: logits [tokens, experts] → what is chosen.
+        factors: [experts] float32.
+    """
+
+    def __init__(self, choose: Callable[[torch.Tensor], Choice], factors: torch.Tensor) -> None:
+        self._choose, self._factors = choose, factors
+
+    def __call__(self, logits: torch.Tensor) -> Choice:
+        """logits [tokens, experts] → what is chosen."""
+        experts, shares = self._choose(logits)
+        return Choice(experts, shares * self._factors[experts])
+
+
+_TOKENS_AT_ONCE = 64
+"""That are added up in float32: so this takes little memory, which stays in caches."""
+
+
+class Experts(ABC):
+    """Experts of a layer, or those of them that a rank holds.
+
+    Attributes:
+        num_holders: ranks that hold some. So many times fewer pairs of a token and an expert are this one's, about.
+    """
+
+    num_holders = 1
+
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+        return self.add_up(self.make(x, choice), choice.shares)
+
+    @abstractmethod
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """x [tokens, hidden] → what each chosen expert makes of it: [tokens, chosen, hidden], any numbers where the
+        expert is not held here."""
+
+    def add_up(self, made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """made [tokens, chosen, columns] times shares [tokens, chosen], added up in their order in float32, then
+        rounded: [tokens, columns]."""
+        tokens, num_chosen, columns = made.shape
+        output = made.new_empty((tokens, columns))
+        for first in range(0, tokens, _TOKENS_AT_ONCE):
+            own = slice(first, first + _TOKENS_AT_ONCE)
+            weighted = made[own].float() * shares[own].unsqueeze(2)
+            total = weighted[:, 0]
+            for place in range(1, num_chosen):
+                total += weighted[:, place]
+            output[own] = total
+        return output
+
+
+class HostExperts(Experts):
     """Experts on the CPU: each that was chosen multiplies the rows that chose it.
 
     Args:
@@ -95,22 +184,23 @@ class HostExperts:
     ) -> None:
         self._gate_up, self._down, self._activate = gate_up, down, activate
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+    @override
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         tokens, num_chosen = choice.experts.shape
         made = x.new_empty((tokens, num_chosen, x.shape[1]))
         pairs: dict[int, list[int]] = {}
         for pair, expert in enumerate(choice.experts.flatten().tolist()):
-            pairs.setdefault(expert, []).append(pair)
+            if expert >= 0:
+                pairs.setdefault(expert, []).append(pair)
         flat = made.view(-1, x.shape[1])
         for expert, chosen in pairs.items():
             places = torch.tensor(chosen)
             rows = x.index_select(0, places // num_chosen)
             flat.index_copy_(0, places, self._down[expert](self._activate(self._gate_up[expert](rows))))
-        return add_up(made, choice.shares)
+        return made
 
 
-class MaskedExperts:
+class MaskedExperts(Experts):
     """Experts on any device, without looking at what was chosen: each multiplies all rows. It is for devices that have
     nothing better for a dtype.
 
@@ -127,23 +217,10 @@ class MaskedExperts:
     ) -> None:
         self._gate_up, self._down, self._activate = gate_up, down, activate
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+    @override
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         made = x.new_zeros((*choice.experts.shape, x.shape[1]))
         for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
             result = down(self._activate(gate_up(x)))
             made = torch.where((choice.experts == expert).unsqueeze(2), result.unsqueeze(1), made)
-        return add_up(made, choice.shares)
-
-
-def add_up(made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """made [tokens, chosen, hidden] times shares [tokens, chosen], added up in their order in float32, then rounded:
-    [tokens, hidden]."""
-    total = made[:, 0].float() * shares[:, :1]
-    for place in range(1, made.shape[1]):
-        total = total + made[:, place].float() * shares[:, place : place + 1]
-    return total.to(made.dtype)
-
-
-Experts = Callable[[torch.Tensor, Choice], torch.Tensor]
-"""x [tokens, hidden] and what was chosen → [tokens, hidden]."""
+        return made

@@ -7,7 +7,7 @@ device gets is chosen in chooser.py. It knows tensors. It does not know layers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,15 @@ from torch.nn import functional
 
 from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
-from trtrun.kernels.torch.experts import ExpertCodes, Experts, ExpertWeights, MaskedExperts, choose_experts
+from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
+from trtrun.kernels.torch.experts import (
+    ExpertCodes,
+    Experts,
+    ExpertWeights,
+    HostExperts,
+    MaskedExperts,
+    choose_experts,
+)
 from trtrun.kernels.torch.fp4 import TorchExpertMatmul
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
@@ -26,6 +34,9 @@ from trtrun.tensors import cached_range, cached_tensor
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""
+
+HeadProducts = Callable[[torch.Tensor], torch.Tensor]
+"""x [rows, heads, in] → the product of each head with its own matrix [out, in], [rows, heads, out]."""
 
 GatheredAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 """Queries [rows, queries, heads, head], contexts [2, rows, kv_heads, tokens, head] of keys and values, positions [rows,
@@ -72,6 +83,10 @@ class TorchOperations:
     def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
         """An `AttentionBackend` (trtrun.attention) for heads of `head_dim` and a store of a format that the device's
         kernels know; None where plain torch attends."""
+        return None
+
+    def latent_attention(self, dtype: torch.dtype) -> Any | None:
+        """A `LatentBackend` (trtrun.attention) for plain stores; None where gathered contexts are attended over."""
         return None
 
     def attention_over_gathered(self, dtype: torch.dtype, head_dim: int) -> GatheredAttention | None:
@@ -138,6 +153,16 @@ class TorchOperations:
         """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""
         return lambda x: functional.linear(x, weight, bias)
 
+    def wide_product(self, weight: torch.Tensor) -> Product:
+        """The product with weight [out, in] in float32, of x in the weight's dtype; rows as of `product`."""
+        wide = weight.float()
+        return lambda x: functional.linear(x.float(), wide)
+
+    def head_products(self, weight: torch.Tensor) -> HeadProducts:
+        """The product of each head with its matrix of weight [heads, out, in]; rows as of `product`."""
+        turned = weight.transpose(1, 2)
+        return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1)
+
     choose_experts = staticmethod(choose_experts)
 
     def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:
@@ -164,6 +189,14 @@ class TorchOperations:
             else:
                 products.append(TorchExpertMatmul(own, weight.features, weight.inputs, added))
         return products
+
+    def delta_net(self, weights: DeltaNetWeights) -> DeltaNet:
+        """What carries the states of rows on in a gated delta net."""
+        return TorchDeltaNet(weights, self)
+
+    def host_experts(self, gate_up: Sequence[Product], down: Sequence[Product], activate: Product) -> Experts:
+        """Experts on the CPU; the products of each, and `activate`, are as in `HostExperts`."""
+        return HostExperts(gate_up, down, activate)
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
         """Whether `product` copies weights of `dtype` into an order of its own, of whatever shape most of them are."""

@@ -33,6 +33,11 @@ class ExpertTiles(NamedTuple):
     pairs: torch.Tensor
     experts: torch.Tensor
 
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return len(self.pairs) // len(self.experts)
+
 
 @triton.jit
 def _lay_out_kernel(
@@ -47,8 +52,9 @@ def _lay_out_kernel(
     counts = tl.zeros((BINS,), tl.int32)
     for first in range(0, num_pairs, STEP):
         number = first + tl.arange(0, STEP)
-        # The last bin is nobody's.
-        counts += tl.histogram(tl.load(chosen + number, mask=number < num_pairs, other=BINS - 1).to(tl.int32), BINS)
+        # The last bin is nobody's: so are pairs whose expert another rank holds.
+        expert_of = tl.load(chosen + number, mask=number < num_pairs, other=-1).to(tl.int32)
+        counts += tl.histogram(tl.where(expert_of < 0, BINS - 1, expert_of), BINS)
     tiles = (counts + ROWS - 1) // ROWS
     start = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
     if expert == num_experts:
@@ -81,8 +87,8 @@ def _apart(num_pairs: int, rows: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out(experts: torch.Tensor, num_experts: int, rows: int, few: int | None = None) -> ExpertTiles:
-    """Sort pairs into tiles of so many rows, a power of two: experts [tokens, chosen] int64, contiguous. Up to `few`
-    pairs have a tile each, FEW_PAIRS where it is not said."""
+    """Sort pairs into tiles of so many rows, a power of two: experts [tokens, chosen] int64, contiguous; pairs of -1
+    are in no tile. Up to `few` pairs have a tile each, FEW_PAIRS where it is not said."""
     flat, device = experts.flatten(), experts.device
     num_pairs = len(flat)
     if num_pairs <= (FEW_PAIRS if few is None else few):

@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation, Activations, Rounding
-from trtrun.kernels.torch.experts import Choice
+from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
+from trtrun.kernels.torch.experts import Choice, Experts
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.expert_tiles import ExpertTiles, lay_out
 from trtrun.kernels.triton.fused import GATES, gated
@@ -41,17 +43,55 @@ _NARROW, _WIDE, _LARGE = _Tile(16, 32, 256, 4, 3), _Tile(64, 64, 64, 4, 4), _Til
 
 
 @triton.jit
+def _in_best_groups(
+    ranked, number, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, SUMMED: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Which experts are of the best groups, by scores [experts]."""
+    group = tl.arange(0, PADDED)
+    scores = tl.full((PADDED,), -float("inf"), tl.float32)
+    for one in tl.static_range(GROUPS):
+        left, total = tl.where(number // OF_GROUP == one, ranked, -float("inf")), 0.0
+        for _ in tl.static_range(SUMMED):
+            best, at = tl.max(left, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            total += best
+            left = tl.where(number == at, -float("inf"), left)
+        scores = tl.where(group == one, total, scores)
+    are_chosen = number < 0
+    for _ in tl.static_range(CHOSEN):
+        _, at = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        are_chosen |= number // OF_GROUP == at
+        scores = tl.where(group == at, -float("inf"), scores)
+    return are_chosen
+
+
+@triton.jit
 def _choose_kernel(
-    logits, experts, shares, num_experts,
-    CHOSEN: tl.constexpr, PLACES: tl.constexpr, RENORMALISES: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+    logits, bias, experts, shares, num_experts, factor,
+    CHOSEN: tl.constexpr, PLACES: tl.constexpr, RENORMALISES: tl.constexpr, PADDED: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, SUMMED: tl.constexpr, PADDED_GROUPS: tl.constexpr, LEAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, PADDED)
     inside = number < num_experts
     value = tl.load(logits + row * num_experts + number, mask=inside, other=-float("inf")).to(tl.float32)
-    power = tl.exp(value - tl.max(value, axis=0))
-    every, left = power / tl.sum(power, axis=0), value
+    if IS_SIGMOID:
+        every = tl.where(inside, 1.0 / (1.0 + tl.exp(-value)), 0.0)
+    else:
+        power = tl.exp(value - tl.max(value, axis=0))
+        every = power / tl.sum(power, axis=0)
+    left = value
+    if HAS_BIAS:
+        left = every + tl.load(bias + number, mask=inside, other=0.0)
+    elif IS_SIGMOID or SUMMED > 1:
+        left = every
+    left = tl.where(inside, left, -float("inf"))
+    if GROUPS > 1:
+        are_of_best = _in_best_groups(left, number, OF_GROUP, GROUPS, CHOSEN_GROUPS, SUMMED, PADDED_GROUPS)
+        left = tl.where(are_of_best, left, -float("inf"))
     places = tl.arange(0, PLACES)
     chosen, of_chosen, total = tl.zeros((PLACES,), tl.int64), tl.zeros((PLACES,), tl.float32), 0.0
     for place in tl.static_range(CHOSEN):
@@ -63,21 +103,32 @@ def _choose_kernel(
         total += share
         left = tl.where(number == expert, -float("inf"), left)
     if RENORMALISES:
-        of_chosen = of_chosen / total
+        of_chosen = of_chosen / (total + LEAST)
+    of_chosen = of_chosen * factor
     tl.store(experts + row * CHOSEN + places, chosen, mask=places < CHOSEN)
     tl.store(shares + row * CHOSEN + places, of_chosen, mask=places < CHOSEN)
 
 
-def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool) -> Choice:
+def choose_experts(
+    logits: torch.Tensor,
+    num_chosen: int,
+    *,
+    renormalises: bool,
+    routing: Routing = USUAL,
+    bias: torch.Tensor | None = None,
+) -> Choice:
     """Choose as trtrun.kernels.torch.experts does, in one kernel."""
     tokens, num_experts = logits.shape
     experts = torch.empty((tokens, num_chosen), dtype=torch.int64, device=logits.device)
     shares = torch.empty((tokens, num_chosen), dtype=torch.float32, device=logits.device)
     if tokens:
         _choose_kernel[(tokens,)](
-            logits.contiguous(), experts, shares, num_experts,
+            logits.contiguous(), shares if bias is None else bias, experts, shares, num_experts, float(routing.factor),
             CHOSEN=num_chosen, PLACES=triton.next_power_of_2(num_chosen), RENORMALISES=renormalises,
-            PADDED=triton.next_power_of_2(num_experts), num_warps=1, **early(logits),
+            PADDED=triton.next_power_of_2(num_experts), IS_SIGMOID=routing.scores == "sigmoid",
+            HAS_BIAS=bias is not None, OF_GROUP=num_experts // routing.groups, GROUPS=routing.groups,
+            CHOSEN_GROUPS=routing.chosen_groups, SUMMED=routing.summed,
+            PADDED_GROUPS=triton.next_power_of_2(routing.groups), LEAST=LEAST_TOTAL, num_warps=1, **early(logits),
         )  # fmt: skip
     return Choice(experts, shares)
 
@@ -177,10 +228,13 @@ def _add_kernel(made, shares, output, size, CHOSEN: tl.constexpr, BLOCK: tl.cons
     tl.store(output + token * size + element, total.to(output.dtype.element_ty), mask=inside)
 
 
-def tile_of(num_pairs: int, num_experts: int) -> _Tile:
-    """The tile for so many pairs."""
+_TILES = {tile.rows: tile for tile in (_NARROW, _WIDE, _LARGE)}
+
+
+def tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Rows of a tile for so many pairs."""
     rows = num_pairs // num_experts
-    return _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
+    return (_NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE).rows
 
 
 class PlainProduct:
@@ -198,13 +252,13 @@ class PlainProduct:
 
     def tile_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
         """Rows of a tile where there are so many pairs of a dtype."""
-        return tile_of(num_pairs, len(self._weight)).rows
+        return tile_rows(num_pairs, len(self._weight))
 
     def __call__(self, x: Activations, tiles: ExpertTiles, num_pairs: int, each: int) -> torch.Tensor:
         """x [rows, inputs], of which each has so many pairs → [pairs, features]."""
         assert isinstance(x, torch.Tensor)
         _, features, inputs = self._weight.shape
-        tile, made = tile_of(num_pairs, len(self._weight)), x.new_empty((num_pairs, features))
+        tile, made = _TILES[tiles.rows], x.new_empty((num_pairs, features))
         _product_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
             x, self._weight, x if self._bias is None else self._bias, made, *tiles, features, inputs,
             CHOSEN=each, ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs,
@@ -214,17 +268,22 @@ class PlainProduct:
         return made
 
 
-def add_up(made: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """What pairs have made [pairs, hidden], times their shares, added up for each token: [tokens, hidden]."""
-    (tokens, num_chosen), hidden = choice.shares.shape, made.shape[1]
-    output, block = made.new_empty((tokens, hidden)), min(1024, triton.next_power_of_2(hidden))
-    _add_kernel[(tokens, triton.cdiv(hidden, block))](
-        made, choice.shares, output, hidden, CHOSEN=num_chosen, BLOCK=block, num_warps=4, **early(made)
-    )
-    return output
+class AddingExperts(Experts):
+    """Experts whose results are added up by a kernel."""
+
+    @override
+    def add_up(self, made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        tokens, num_chosen, columns = made.shape
+        output = made.new_empty((tokens, columns))
+        block = min(1024, triton.next_power_of_2(columns))
+        if tokens:
+            _add_kernel[(tokens, triton.cdiv(columns, block))](
+                made, shares, output, columns, CHOSEN=num_chosen, BLOCK=block, num_warps=4, **early(made)
+            )
+        return output
 
 
-class TritonExperts:
+class TritonExperts(AddingExperts):
     """Experts with weights of half precision.
 
     Args:
@@ -244,14 +303,14 @@ class TritonExperts:
         self._gate_up, self._bias, self._down = weights[0], biases[0], PlainProduct(weights[1], biases[1])
         self._gate, self._limit = GATES[activation], limit
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+    @override
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         x = x.contiguous()
         (tokens, hidden), num_chosen = x.shape, choice.experts.shape[1]
         if not tokens:
-            return torch.empty_like(x)
+            return x.new_empty((tokens, num_chosen, hidden))
         num_experts, features, num_pairs = len(self._gate_up), self._gate_up.shape[1] // 2, choice.experts.numel()
-        tile = tile_of(num_pairs, num_experts)
+        tile = _TILES[tile_rows(num_pairs, num_experts * self.num_holders)]
         tiles = lay_out(choice.experts, num_experts, tile.rows)
         gates = x.new_empty((num_pairs, features))
         _gate_up_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
@@ -260,4 +319,4 @@ class TritonExperts:
             IS_EVEN=hidden % tile.inputs == 0, HAS_BIAS=self._bias is not None, GATE=self._gate, LIMIT=self._limit,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
-        return add_up(self._down(gates, tiles, num_pairs, 1), choice)
+        return self._down(gates, tiles, num_pairs, 1).view(tokens, num_chosen, hidden)

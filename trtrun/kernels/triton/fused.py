@@ -140,7 +140,7 @@ _ROUNDS: dict[Rounding, int] = {"row": _BY_ROW.value, "group": _BY_GROUP.value}
 
 @triton.jit
 def _add_and_normalise_kernel(
-    hidden, delta, weight, output, scales, epsilon, output_stride, scale_stride,
+    hidden, delta, weight, output, scales, epsilon, hidden_stride, output_stride, scale_stride,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -148,10 +148,10 @@ def _add_and_normalise_kernel(
     element = tl.arange(0, PADDED)
     inside = element < SIZE
     kind = hidden.dtype.element_ty
-    value = tl.load(hidden + row * SIZE + element, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(hidden + row * hidden_stride + element, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         value += tl.load(delta + row * SIZE + element, mask=inside, other=0.0).to(tl.float32)
-        tl.store(hidden + row * SIZE + element, value.to(kind), mask=inside)
+        tl.store(hidden + row * hidden_stride + element, value.to(kind), mask=inside)
         value = value.to(kind).to(tl.float32)
     mean = tl.sum(value * value, axis=0) / SIZE
     normal = value * tl.rsqrt(mean + epsilon)
@@ -174,7 +174,7 @@ def add_and_normalise(
     """hidden += delta, in place, then RMSNorm of it.
 
     Args:
-        hidden: [tokens, size], contiguous, on CUDA.
+        hidden: [tokens, size], whose rows have no gaps, on CUDA.
         delta: [tokens, size], contiguous, or None to normalise only.
         weight: [size]; one in float32 beside `hidden` in half precision is multiplied with before the result is
             rounded, others behind that.
@@ -183,10 +183,10 @@ def add_and_normalise(
     Returns:
         [tokens, size].
     """
-    output = torch.empty_like(hidden)
+    output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     tokens, size = hidden.shape
     _add_and_normalise_kernel[(tokens,)](
-        hidden, hidden if delta is None else delta, weight, output, output, epsilon, size, 0,
+        hidden, hidden if delta is None else delta, weight, output, output, epsilon, hidden.stride(0), size, 0,
         SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=_PLAIN.value,
         num_warps=4 if size <= 4096 else 8, **early(hidden),
     )  # fmt: skip
@@ -201,18 +201,19 @@ def add_and_normalise_rounded(
     made = empty_rows(tokens, size, hidden, rounding)
     padded = triton.next_power_of_2(size if rounding == "row" else max(size, GROUP))
     _add_and_normalise_kernel[(tokens,)](
-        hidden, hidden if delta is None else delta, weight, made.codes, made.scale, epsilon, made.codes.stride(0),
-        made.scale.stride(-1),
+        hidden, hidden if delta is None else delta, weight, made.codes, made.scale, epsilon, hidden.stride(0),
+        made.codes.stride(0), made.scale.stride(-1),
         SIZE=size, PADDED=padded, ADDS=delta is not None, ROUNDS=_ROUNDS[rounding],
         num_warps=4 if size <= 4096 else 8, **early(hidden),
     )  # fmt: skip
     return made
 
 
-GATES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+GATES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "sigmoid": 3}
 """Numbers of activations, which kernels are compiled for."""
 
 _GELU_TANH, _CLAMPED_SWIGLU = tl.constexpr(GATES["gelu_tanh"]), tl.constexpr(GATES["clamped_swiglu"])
+_SIGMOID = tl.constexpr(GATES["sigmoid"])
 
 
 @triton.jit
@@ -224,6 +225,8 @@ def gated(gate, factor, kind: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.conste
         factor = tl.where(factor > LIMIT, LIMIT, tl.where(factor < -LIMIT, -LIMIT, factor))
         inner = gate * _SWIGLU_SLOPE
         made = gate / (1.0 + tl.exp(-inner)) * (factor + 1.0)
+    elif GATE == _SIGMOID:
+        made = (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * factor
     else:
         inner = gate
         if GATE == _GELU_TANH:

@@ -9,18 +9,23 @@ import torch
 from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
+from trtrun.kernels.cuda.delta_net import CudaRecurrence
+from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import ExpertCodes, Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
-from trtrun.kernels.torch.operations import Product, TorchOperations
+from trtrun.kernels.torch.operations import HeadProducts, Product, TorchOperations
 from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import row_functions, row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
+from trtrun.kernels.triton.attention.latent_attention import PagedLatents
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 from trtrun.kernels.triton.coded_experts import coded_experts as expert_codes
+from trtrun.kernels.triton.delta_net.net import TritonDeltaNet
 from trtrun.kernels.triton.matmul.dense import TritonMatmul
 from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
+from trtrun.kernels.triton.matmul.heads import multiply_heads
 from trtrun.kernels.triton.matmul.int_matmul import TritonInt4Matmul, TritonInt8Matmul
 from trtrun.kernels.triton.matmul.low_rank import TritonLowRank
 from trtrun.kernels.triton.sampling import acceptance, penalties, token_choice
@@ -42,6 +47,10 @@ class TritonOperations(TorchOperations):
     @override
     def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
         return PagedAttention(kv_format)
+
+    @override
+    def latent_attention(self, dtype: torch.dtype) -> Any | None:
+        return PagedLatents()
 
     @override
     def normalise(
@@ -83,6 +92,18 @@ class TritonOperations(TorchOperations):
             return TritonMatmul(weight, bias)
         return super().product(weight, bias, batch_invariant=batch_invariant)
 
+    @override
+    def wide_product(self, weight: torch.Tensor) -> Product:
+        if weight.dtype not in (torch.bfloat16, torch.float16):
+            return super().wide_product(weight)
+        of_one_head = weight.contiguous().unsqueeze(0)
+        return lambda x: multiply_heads(x.unsqueeze(1), of_one_head, torch.float32)[:, 0]
+
+    @override
+    def head_products(self, weight: torch.Tensor) -> HeadProducts:
+        weight = weight.contiguous()
+        return lambda x: multiply_heads(x, weight, x.dtype)
+
     choose_experts = staticmethod(expert_kernels.choose_experts)
 
     @override
@@ -95,6 +116,10 @@ class TritonOperations(TorchOperations):
             biases = weights.gate_up_bias, weights.down_bias
             return expert_kernels.TritonExperts((gate_up, down), biases, activation, limit)
         return super().experts(weights, activation, limit)
+
+    @override
+    def delta_net(self, weights: DeltaNetWeights) -> DeltaNet:
+        return TritonDeltaNet(weights, CudaRecurrence(weights))
 
     @override
     def fp8_product(

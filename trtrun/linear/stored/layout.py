@@ -87,9 +87,15 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class StoredLinear(Quantization):
-    """Linear layers whose weights are stored in a layout; see `Quantization`."""
+    """Linear layers whose weights are stored in a layout; see `Quantization`.
+
+    Attributes:
+        layout: of the files.
+        becomes_dense: whether ranks hold them dense in any case.
+    """
 
     layout: Layout
+    becomes_dense: bool = False
 
     takes_head = True
     fits_targets = True
@@ -104,7 +110,7 @@ class StoredLinear(Quantization):
 
     def can_keep(self, dtype: torch.dtype, device_type: str) -> bool:
         """Whether codes are multiplied as they are with activations of `dtype` on a type of device."""
-        return device_type == "cuda" and dtype.itemsize == 2
+        return device_type == "cuda" and dtype.itemsize == 2 and not self.becomes_dense
 
     def codes(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Codes | None:
         """What a layer holds as the files do; None where its weight becomes dense."""

@@ -2,9 +2,12 @@
 
 from trtrun.models.families import (
     apertus,
+    deepseek,
     dense,
     gemma,
+    gemma4,
     glm,
+    glm_moe,
     gpt_oss,
     granite,
     mixtures,
@@ -17,9 +20,12 @@ from trtrun.models.families import (
 
 __all__ = [
     "apertus",
+    "deepseek",
     "dense",
     "gemma",
+    "gemma4",
     "glm",
+    "glm_moe",
     "gpt_oss",
     "granite",
     "mixtures",

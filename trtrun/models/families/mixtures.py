@@ -10,7 +10,7 @@ from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelFamily, read_flag, read_size, read_window, windows_by_layer_type
 from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
 from trtrun.models.experts_plan import ExpertNames, ExpertsPlan
-from trtrun.models.layer_plan import LayerPlan, MLPPlan, ModelShape
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
 _MIXTRAL = ExpertNames(gate="experts.{}.w1", up="experts.{}.w3", down="experts.{}.w2")
@@ -126,7 +126,7 @@ QWEN3_MOE = MODEL_FAMILIES.register("Qwen3MoeForCausalLM")(
 )
 
 
-def plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], num_shared: int) -> MLPPlan:
+def plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], num_shared: int) -> GatedMLPPlan | ExpertsPlan:
     """Experts, or in some layers a feed-forward layer that all tokens go through, as Qwen's rule has it."""
     name, dense = f"model.layers.{index}.mlp", values.get("mlp_only_layers")
     step = read_size(values, "decoder_sparse_step")

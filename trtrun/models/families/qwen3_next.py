@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5, dense and of experts: in three of four layers a gated delta net stands in place of attention;
 in the others what heads attend is gated. Norms multiply by 1 + weight, and a part of each head is rotated.
 
-Qwen3.5's models see, too; of these the text model is run. Layers that draft (`mtp.`) are left in the files.
+Qwen3.5's models see, too; of these the text model is run. The layer that drafts is `mtp.` in the files.
 """
 
 from __future__ import annotations
@@ -14,19 +14,28 @@ from typing import Any
 from trtrun.errors import CheckpointError
 from trtrun.layers.ends import ModelEnds
 from trtrun.models.attention_plan import AttentionPlan
-from trtrun.models.config import FULL, MOST_POSITIONS, ModelFamily, read_flag, read_layer_types, read_size
+from trtrun.models.config import (
+    FULL,
+    MOST_POSITIONS,
+    ModelFamily,
+    count_mtp_layers,
+    read_flag,
+    read_layer_types,
+    read_size,
+)
 from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
 from trtrun.models.delta_net_plan import DeltaNetPlan
 from trtrun.models.experts_plan import ExpertsPlan
 from trtrun.models.families.mixtures import plan_mlp, read_experts
 from trtrun.models.layer_plan import LayerPlan, MixerPlan, MLPPlan, ModelShape, NormPlan
+from trtrun.models.mtp_plan import MTPPlan
 from trtrun.models.rope_config import parse_rope
 from trtrun.registry import MODEL_FAMILIES
 
 LINEAR = "linear_attention"
 """Layers with a gated delta net."""
 
-_PlanMLP = Callable[[int, ModelShape, Mapping[str, Any]], MLPPlan]
+_PlanMLP = Callable[[int, ModelShape, Mapping[str, Any]], GatedMLPPlan | ExpertsPlan]
 
 
 def _plan_layers(
@@ -34,33 +43,51 @@ def _plan_layers(
 ) -> Sequence[LayerPlan]:
     period = read_size(values, "full_attention_interval")
     usual = [LINEAR if (index + 1) % period else FULL for index in range(shape.num_layers)]
-    has_bias = read_flag(values, "attention_bias")
-    if values.get("attn_output_gate") is False:
-        raise CheckpointError("attn_output_gate false is not supported: what heads attend is gated")
-    max_positions = min(values["max_position_embeddings"], MOST_POSITIONS)
-    rotated = parse_rope(values, max_positions, shape.head_dim, in_part=True).rotated
-    attention = AttentionPlan(
-        "", shape, None, has_bias, has_bias, head_norm=True, norms_add_one=True, rotated=rotated, has_gates=True
-    )
-    net = _read_delta_net(shape, values, is_packed)
+    attention, net = _read_attention(shape, values), _read_delta_net(shape, values, is_packed)
 
     def plan_mixer(index: int, kind: str) -> MixerPlan:
         if kind == LINEAR:
             return replace(net, name=f"model.layers.{index}.linear_attn")
         return replace(attention, name=f"model.layers.{index}.self_attn")
 
-    def norm(index: int, name: str) -> NormPlan:
-        return NormPlan(f"model.layers.{index}.{name}", shape.hidden_size, shape.rms_norm_eps, adds_one=True)
-
     return [
-        DecoderPlan(
-            norm(index, "input_layernorm"),
-            plan_mixer(index, kind),
-            norm(index, "post_attention_layernorm"),
-            plan_feed_forward(index, shape, values),
-        )
+        _plan_layer(f"model.layers.{index}", plan_mixer(index, kind), plan_feed_forward(index, shape, values))
         for index, kind in enumerate(read_layer_types(values, usual, known=(FULL, LINEAR)))
     ]
+
+
+def _plan_mtp(shape: ModelShape, values: Mapping[str, Any], plan_feed_forward: _PlanMLP) -> MTPPlan | None:
+    """The layer that drafts: it attends, whatever most of the model's layers do."""
+    if not count_mtp_layers(values, "mtp_num_hidden_layers"):
+        return None
+    if read_flag(values, "mtp_use_dedicated_embeddings"):
+        raise CheckpointError("mtp_use_dedicated_embeddings is not supported: the model's embedding serves MTP layers")
+    name = "mtp.layers.0"
+    attention = replace(_read_attention(shape, values), name=f"{name}.self_attn")
+    layer = _plan_layer(name, attention, replace(plan_feed_forward(0, shape, values), name=f"{name}.mlp"))
+    of_embedding, of_hidden = (_norm(f"mtp.pre_fc_norm_{what}", shape) for what in ("embedding", "hidden"))
+    return MTPPlan(of_embedding, of_hidden, "mtp.fc.weight", layer, _norm("mtp.norm", shape))
+
+
+def _plan_layer(name: str, mixer: MixerPlan, mlp: MLPPlan) -> DecoderPlan:
+    before, behind = (_norm(f"{name}.{own}", mixer.shape) for own in ("input_layernorm", "post_attention_layernorm"))
+    return DecoderPlan(before, mixer, behind, mlp)
+
+
+def _norm(name: str, shape: ModelShape) -> NormPlan:
+    return NormPlan(name, shape.hidden_size, shape.rms_norm_eps, adds_one=True)
+
+
+def _read_attention(shape: ModelShape, values: Mapping[str, Any]) -> AttentionPlan:
+    """The plan of all layers of that kind, without a name."""
+    has_bias = read_flag(values, "attention_bias")
+    if values.get("attn_output_gate") is False:
+        raise CheckpointError("attn_output_gate false is not supported: what heads attend is gated")
+    max_positions = min(values["max_position_embeddings"], MOST_POSITIONS)
+    rotated = parse_rope(values, max_positions, shape.head_dim, in_part=True).rotated
+    return AttentionPlan(
+        "", shape, None, has_bias, has_bias, head_norm=True, norms_add_one=True, rotated=rotated, has_gates=True
+    )
 
 
 def _read_delta_net(shape: ModelShape, values: Mapping[str, Any], is_packed: bool) -> DeltaNetPlan:
@@ -75,15 +102,15 @@ def _read_delta_net(shape: ModelShape, values: Mapping[str, Any], is_packed: boo
     return DeltaNetPlan("", shape, keys, of_values, key_dim, value_dim, kernel, is_packed)
 
 
-def _plan_dense(index: int, shape: ModelShape, values: Mapping[str, Any]) -> MLPPlan:
+def _plan_dense(index: int, shape: ModelShape, values: Mapping[str, Any]) -> GatedMLPPlan:
     return GatedMLPPlan(f"model.layers.{index}.mlp", shape)
 
 
-def _plan_next_mlp(index: int, shape: ModelShape, values: Mapping[str, Any]) -> MLPPlan:
+def _plan_next_mlp(index: int, shape: ModelShape, values: Mapping[str, Any]) -> GatedMLPPlan | ExpertsPlan:
     return plan_mlp(index, shape, values, read_size(values, "shared_expert_intermediate_size"))
 
 
-def _plan_experts(index: int, shape: ModelShape, values: Mapping[str, Any]) -> MLPPlan:
+def _plan_experts(index: int, shape: ModelShape, values: Mapping[str, Any]) -> ExpertsPlan:
     return ExpertsPlan(
         f"model.layers.{index}.mlp",
         shape,
@@ -119,6 +146,7 @@ def _family(model_type: str, plan: _PlanMLP, *, is_packed: bool = False, **defau
         model_type=model_type,
         read_ends=lambda values: ModelEnds(norm_adds_one=True),
         rotates_in_part=True,
+        plan_mtp=partial(_plan_mtp, plan_feed_forward=plan),
     )
 
 

@@ -1,4 +1,4 @@
-"""The drafting methods `eagle` and `eagle3`: a head on the target ranks, or on a rank of its own.
+"""The drafting methods `eagle`, `eagle3` and `mtp`: a head on the target ranks, or on a rank of its own.
 
 This module knows which drafter a rank needs. It does not know how any of them drafts.
 """
@@ -14,6 +14,7 @@ from trtrun.speculation.drafters.eagle import ApartEagleDrafter, EagleDrafter
 
 @DRAFTERS.register("eagle")
 @DRAFTERS.register("eagle3")
+@DRAFTERS.register("mtp")
 def make_eagle_drafter(context: DrafterContext) -> Drafter:
     """The head over the target's rows, or over rows of its own.
 

@@ -35,7 +35,7 @@ from trtrun.tensors import DTYPES
 from trtrun.tools.building.settings import BuildSettings
 from trtrun.tools.conversion.streamed_file import TensorPlan, write_tensors
 from trtrun.weights.checkpoint import Checkpoint, read_json
-from trtrun.weights.quantization_config import QUANTIZATION_FILE, attention_names, load_kv_scales
+from trtrun.weights.quantization_config import QUANTIZATION_FILE, load_kv_scales
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.weights.weight import Share, Weight
 from trtrun.weights.weight_loader import CheckpointLoader
@@ -160,11 +160,10 @@ class EngineBuilder:
 
     def _kv_scales(self) -> dict[str, tuple[list[float], list[float]]]:
         """Scales of all layers, where the checkpoint has them for keys and values of 8 bits."""
-        scheme, heads = self.config.kv_scheme, self.config.num_kv_heads
+        scheme, made = self.config.kv_scheme, {}
         if scheme is None or not scheme.has_scales:
             return {}
-        made = {}
-        for name in attention_names(self.config.num_layers):
+        for name, heads in self.config.heads_with_keys.items():
             keys, values = load_kv_scales(self.files, name, heads, range(heads)).tolist()
             made[name] = keys, values
         return made
@@ -232,7 +231,7 @@ class _RankShard:
 
     def _load(self, name: str) -> torch.Tensor:
         weight = self._weights[name]
-        if weight.use == "plain":
+        if weight.use in ("plain", "float32"):
             return self._loader.tensor(weight).cpu()
         if self._made is None or self._made[0] is not weight:
             self._made = None  # before the next one takes memory

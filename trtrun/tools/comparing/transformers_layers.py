@@ -18,10 +18,12 @@ from parallel.transports.solo import SoloCommunicator
 from trtrun.errors import CheckpointError, ConfigError, one_line
 from trtrun.kvcache.row_states import StateSpace
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.specs import shared_of
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import load_model
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import Taps
+from trtrun.weights.weight import Share
 
 MOST_APART = 1e-3
 """Norm of a difference by the norm of what transformers has, from which on it counts: float32 makes some 1e-6 a
@@ -72,13 +74,16 @@ def compare(path: Path, config: ModelConfig, num_layers: int, tokens: Sequence[i
     Args:
         path: a Hugging Face directory.
         config: what its config.json says.
-        num_layers: that are looked at, at most all.
+        num_layers: that are looked at, at most all; all where layers share keys and values, or have inputs of their
+            own.
         tokens: the text, two tokens at least.
 
     Raises:
         CheckpointError: the weights are not there or not whole, or transformers cannot load them.
         ConfigError: transformers is not installed.
     """
+    if config.layer_inputs is not None or any(map(shared_of, config.keeps(Share(0, 1)))):
+        num_layers = config.num_layers  # the first ones alone are another model
     num_layers = min(num_layers, config.num_layers)
     own = replace(config, num_layers=num_layers, layers=config.layers[:num_layers])
     expected, halves = _run_transformers(path, num_layers, tokens)

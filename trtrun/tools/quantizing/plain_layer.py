@@ -132,8 +132,11 @@ class PlainLayer:
             made.index_add_(0, tokens, self._gated(own, rows[tokens], watch, f"down.{expert}").float() * shares)
         if plan.shared is not None:
             own = [f"{plan.shared.name}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-            share = torch.sigmoid(self._linear(f"{plan.name}.shared_expert_gate", rows))
-            made += (self._gated(own, rows, watch, "down.shared") * share).float()
+            result = self._gated(own, rows, watch, "down.shared")
+            if plan.shared_gate is not None:
+                gate = self.weights[plan.shared_gate.parts[0].name]
+                result = result * torch.sigmoid(F.linear(rows, gate))
+            made += result.float()
         return made.to(inputs.dtype).view_as(inputs)
 
     def _heads(self, name: str, inputs: Tensor, count: int) -> Tensor:

@@ -190,8 +190,41 @@ DSML_KINDS: Cases = [
         *(("null", True, '"null"'), ("null", False, "null"), ("word", False, '"word"')),
     )
 ]
+_GEMMA_CALL = "<|tool_call>call:"
+GEMMA: list[tuple[str, list[Event]]] = [
+    (
+        f'Yes. {_GEMMA_CALL}f{{city:<|"|>a "b"\n{{}}\\<|"|>,days:[1,-2.5e3,true],in:{{x:null,y:{{}}}}}}<tool_call|>'
+        f"{_GEMMA_CALL}g{{}}<tool_call|> so",
+        [
+            Text("Yes."),
+            *call("f", '{"city": "a \\"b\\"\\n{}\\\\", "days": [1, -2.5e3, true], "in": {"x": null, "y": {}}}'),
+            *call("g"),
+            Text("so"),
+        ],
+    ),
+    (
+        f'{_GEMMA_CALL}f{{"a": {{"b": "c\\"}}"}}, "d": [1, 2]}}<tool_call|>',
+        call("f", '{"a": {"b": "c\\"}"}, "d": [1, 2]}'),
+    ),
+    (
+        f'{_GEMMA_CALL} f {{<|"|>a b<|"|> : True , c:[ ] ,}}',
+        [Text(f'{_GEMMA_CALL} f {{<|"|>a b<|"|> : True , c:[ ] ,}}')],
+    ),
+    (f'{_GEMMA_CALL}f {{<|"|>a b<|"|> : True , c:[ ] ,}} x', [*call("f", '{"a b": true, "c": []}'), Text("x")]),
+    (f"{_GEMMA_CALL}f{{city:New York,n:01}}<tool_call|>", call("f", '{"city": "New York", "n": "01"}')),
+    (f'{_GEMMA_CALL}f{{a:<|"|>b', call("f", '{"a": "b')),
+    (f'{_GEMMA_CALL}f{{a:<|"|>b<tool_call|><|', call("f", '{"a": "b<tool_call|><|')),
+    (f"{_GEMMA_CALL}f{{a:tr", call("f", '{"a": tr')),
+    (f"{_GEMMA_CALL}f{{a:[1}}, <tool_call|>x", [*call("f", '{"a": [1}, '), Text("x")]),
+    (f"{_GEMMA_CALL}f{{a:1 <tool_call|>x", [*call("f", '{"a": 1'), Text("x")]),
+    (f"{_GEMMA_CALL}f{{a:1}}<tool_", call("f", '{"a": 1}')),
+    (f"{_GEMMA_CALL}f", [Text(f"{_GEMMA_CALL}f")]),
+    (f"{_GEMMA_CALL}f(1) {_GEMMA_CALL}g{{}}", [Text(f"{_GEMMA_CALL}f(1)"), *call("g")]),
+    ("<|tool_call>names{}", [Text("<|tool_call>names{}")]),
+]
 FAMILY_TEXTS = [
     *(("deepseek_v32", "", text, found) for text, found in DSML_KINDS),
     *((name, "", text, found) for name in FORMS for text, found in tagged_cases(name)),
     *(("kimi_k2", "", text, found) for text, found in KIMI),
+    *(("gemma4", "", text, found) for text, found in GEMMA),
 ]

@@ -41,6 +41,7 @@ V31_F = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS}<｜tool▁ca
 V31_G = V31_F.replace(">f<", ">g<").replace(ARGUMENTS, '{"free": 1}')
 ALL, END_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 KIMI_F, KIMI_G = kimi_call("functions.f:0", ARGUMENTS), kimi_call("functions.g:12", '{"free": 1}')
+GEMMA_F, GEMMA_G = f"<|tool_call>call:f{ARGUMENTS}<tool_call|>", '<|tool_call>call:g{"free": 1}<tool_call|>'
 HEAD, CALL = "<|channel|>", " <|constrain|>json<|message|>"
 HARMONY_F = f"{HEAD}commentary to=functions.f{CALL}{ARGUMENTS}"
 HARMONY_G = f'{HEAD}commentary to=functions.g{CALL}{{"free": 1}}'
@@ -119,6 +120,8 @@ FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
     ("kimi_k2", [f"{BEGIN}{KIMI_F}{END}", f"{BEGIN}{KIMI_F}{KIMI_G}{END}"], ["", "text", f"text{BEGIN}{KIMI_F}{END}"],
      [f"{BEGIN}{KIMI_F.replace(ARGUMENTS, WRONG)}{END}", BEGIN, KIMI_F, f"{BEGIN}{KIMI_F}",
       f"{BEGIN}{KIMI_F.replace(':0', '')}{END}", f"{BEGIN}{KIMI_F.replace('.f', '.h')}{END}"]),
+    ("gemma4", [GEMMA_F, f"{GEMMA_F}{GEMMA_G}"], ["", "text", f"text {GEMMA_F}", f"{GEMMA_F} text {GEMMA_G}"],
+     [GEMMA_F.replace(ARGUMENTS, WRONG), "<|tool_call>", GEMMA_F.replace(":f", ":h"), GEMMA_F.replace("<tool_", "<")]),
     ("json", [f"[{LLAMA_F}]", f"[{LLAMA_F}, {LLAMA_G}]"], ["", "text [1]", ARGUMENTS],
      ["[]", f"[{LLAMA_F}", f"[{LLAMA_F}] text", f"[{LLAMA_F.replace(ARGUMENTS, WRONG)}]"]),
     ("gpt-oss", [HARMONY_F, ANALYSIS + HARMONY_F, f"{COMMENTARY}{HARMONY_G}"],
@@ -185,7 +188,7 @@ def test_what_may_be_written_in_a_form(
             name
             for name in ("f", "g")
             if any(mark in text for mark in (f'"{name}"', f"functions.{name}", f"<function={name}>", f"｜>{name}"))
-            or re.search(rf"<tool_call>{name}[\n<]", text)
+            or re.search(rf"<tool_call>{name}[\n<]|call:{name}{{", text)
         ]
         assert all(type(json.loads(event.text)) is dict for event in events if isinstance(event, Arguments))
 

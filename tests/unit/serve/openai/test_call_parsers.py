@@ -134,6 +134,16 @@ def test_thoughts_are_told_apart(text: str, begun_by_itself: list[Event], begun_
         assert parse(parsing, list(text)) == found
 
 
+def test_a_heading_is_no_thought() -> None:
+    for text, found in (
+        ("<|channel>thought\nSo it is.\n<channel|>Yes.", [Reasoning("So it is."), Text("Yes.")]),
+        ("<|channel>thought\n<channel|>Yes.", [Text("Yes.")]),
+        ("<|channel>that is<channel|>Yes.", [Reasoning("that is"), Text("Yes.")]),
+        ("<|channel>thou", [Reasoning("thou")]),
+    ):
+        assert parse(Parsing("", "gemma4"), [text]) == parse(Parsing("", "gemma4"), list(text)) == found
+
+
 CALLED = [
     ("hermes", "qwen3", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '{"a": 1}'),
     ("qwen3_coder", "qwen3", f"<tool_call>\n<function=f>\n{CITY}\n</function>\n</tool_call>", f"{{{CITY_JSON}}}"),
@@ -143,6 +153,7 @@ CALLED = [
     ("mistral", "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', '{"a": 1}'),
     ("llama_nemotron_json", "qwen3", '<TOOLCALL>[{"name": "f"}]</TOOLCALL>', "{}"),
     ("llama3_json", "qwen3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', '{"a": 1}'),
+    ("gemma4", "gemma4", "<|tool_call>call:f{a:1}<tool_call|>", '{"a": 1}'),
     ("kimi_k2", "qwen3", f"{marked.KIMI.calls}{kimi_call('f', '{}')}{marked.KIMI.end_calls}", "{}"),
     *(
         (name, "qwen3", form.calls(form.one("f", form.argument("city", "Rome", True))), '{"city": "Rome"}')
@@ -242,6 +253,8 @@ def test_forms_are_found_by_name_and_by_template() -> None:
         ("<tool_call><function=", "", ""),
         ("<tool_call><function= <parameter= </think>", "qwen3_coder", "qwen3"),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ("<|tool_call>call: {{ thoughts.split('<channel|>') }} <|channel>", "gemma4", "gemma4"),
+        ("<|tool_call>", "", ""),
         ("<|python_tag|>", "llama3_json", ""),
         ("<|python_tag|> <function=", "", ""),  # Functionary's
         ("<tool_call></tool_call> <tool_calls>[", "", ""),  # Apriel's

@@ -23,12 +23,13 @@ TOKENS = [5, 9, 77, 3, 8, 120, 33, 4, 2, 9, 11, 150]
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "olmo3", "phi3", "qwen3_5_moe"]
+    "family",
+    ["llama", "gemma2", "gemma3_text", "gemma4", "gemma4_text", "gpt_oss", "mixtral", "olmo3", "phi3", "qwen3_5_moe"],
 )
 def test_families_are_what_transformers_has(tmp_path: Path, family: str) -> None:
     path = make_checkpoint(tmp_path, seed=1) if family == "llama" else write_family(tmp_path, family)
     found = compare(path, read_model_config(path), 3, TOKENS)
-    layers = 2 if family == "llama" else 3
+    layers = {"llama": 2, "gemma4": 5}.get(family, 3)
     assert found.differs is None and len(found.apart) == layers + 2
     assert found.verdict.startswith(f"{layers} layers are transformers'")
 

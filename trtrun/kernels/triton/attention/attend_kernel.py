@@ -37,9 +37,9 @@ def attend_kernel(
     place = tl.arange(0, TILE) + tl.program_id(2) % tiles * TILE
     index, head = place // group, kv_head * group + place % group
     real = index < queries
-    own, first_own, last = _positions(positions + row * position_row + index * position_query, real)
+    own, first_own, last = read_positions(positions + row * position_row + index * position_query, real)
     start, stop = tl.maximum(first_own - window + 1, 0) // KEYS * KEYS, last + 1
-    first_share, end_share = _shares(start, stop, tl.program_id(2) // tiles, tl.num_programs(2) // tiles, SHARE)
+    first_share, end_share = deal_shares(start, stop, tl.program_id(2) // tiles, tl.num_programs(2) // tiles, SHARE)
     begin_at, end_at = tl.maximum(start, first_share * SHARE), tl.minimum(stop, end_share * SHARE)
     if begin_at >= end_at:
         return
@@ -100,7 +100,7 @@ def attend_kernel(
 
 
 @triton.jit
-def _shares(start, stop, number, programs, SHARE: tl.constexpr):
+def deal_shares(start, stop, number, programs, SHARE: tl.constexpr):
     """The first share of a row's keys that is a program's, and the one behind its last: each has as many, but for the
     last ones."""
     first = start // SHARE
@@ -109,7 +109,7 @@ def _shares(start, stop, number, programs, SHARE: tl.constexpr):
 
 
 @triton.jit
-def _positions(places, real):
+def read_positions(places, real):
     """Positions of the queries at `places`, as far as they are real: each one's, the first and the last."""
     own = tl.maximum(tl.load(places, mask=real, other=0), 0)  # padding sees key 0 alone
     last = tl.max(own)

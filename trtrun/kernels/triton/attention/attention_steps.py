@@ -100,7 +100,7 @@ def _sum_weights(weights, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+def find_slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
     """Places of a step's keys in the store, [KEYS] int32, counted in heads."""
     if KEYS % BLOCK_SIZE == 0:
         # What does not change from step to step is said apart, and slots have 32 bits: a third less arithmetic.
@@ -150,7 +150,7 @@ def step(
     """The keys from `first` on, before `stop`, put to what came before them in their share."""
     at = first + tl.arange(0, KEYS)
     known = at < stop
-    base = _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS).to(tl.int64) * HEAD
+    base = find_slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS).to(tl.int64) * HEAD
     keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
     scores = tl.dot(rotated, keys, input_precision=PRECISION)
     peak, total, weights, fade = weigh(

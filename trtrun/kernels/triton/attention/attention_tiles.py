@@ -22,6 +22,10 @@ more queries have tiles enough."""
 MOST_PARTIAL_BYTES = 64 << 20
 """Bytes of results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
 
+MOST_LATENT_BYTES = 256 << 20
+"""The same of attention over latents, whose results are four times as long: one row of 5 queries, 16 heads and 160k
+tokens has 210 MB."""
+
 _LEAST_TILE = 16
 """Fewer rows than that a matrix unit does not multiply."""
 

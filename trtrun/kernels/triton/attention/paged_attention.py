@@ -45,6 +45,9 @@ and programs that find nothing to do take their time, too."""
 
 _SMALLEST_TILE = 16
 
+_WIDE_HEAD, _MOST_OF_WIDE = 256, 32
+"""Numbers of a head beyond which registers hold what fewer queries gather, and queries of the largest tile then."""
+
 
 class PagedAttention:
     """An AttentionBackend that copies no context: each program follows the block table."""
@@ -64,7 +67,7 @@ class PagedAttention:
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
         batch = call.batch
-        _, kv_heads, head_dim = call.value.shape
+        kv_heads, head_dim = call.value.shape[1:]
         kept = KeptNumbers.of(self._format, call.store_layer, call.kv_scales)
         query = call.query_key.new_empty((batch.segments[-1].stop, call.query_key.shape[1] - kv_heads, head_dim))
         for segment in batch.segments:
@@ -141,7 +144,7 @@ def _attend_rows(
     head_padded = max(16 if kept.codes == PLAIN.value else 32, _padded(head_dim))
     keys, largest = _sizes(head_padded, query.itemsize, shared_bytes(query.device))
     if kept.codes != PLAIN.value:  # which a larger one has no registers for
-        largest = MOST_SPLIT
+        largest = min(largest, MOST_SPLIT)
     tile = min(tile, largest, max(16, _padded(queries * group)))
     tiles = -(-queries * group // tile)
     slots, at_once = tokens * heads * shares if is_split else 0, 1
@@ -158,19 +161,21 @@ def _attend_rows(
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32", CODES=kept.codes,
         HAS_LAYER_SCALES=kept.has_layer_scales, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks is not None, **_options(tile, kept.codes), **early(query),
+        HAS_SINKS=sinks is not None, **_options(tile, kept.codes, head_padded), **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
             sums, peaks, partial, positions, output, sums if sinks is None else sinks,
             positions.stride(0), positions.stride(1), queries, heads, shares, window,
             SHARE=share, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8,
-            HAS_SINKS=sinks is not None, num_warps=1, **early(query),
+            HAS_SINKS=sinks is not None, num_warps=1 if head_padded <= _WIDE_HEAD else 2, **early(query),
         )  # fmt: skip
 
 
-def _options(tile: int, codes: int) -> dict[str, int]:
+def _options(tile: int, codes: int, head: int) -> dict[str, int]:
     """Options of a launch: how many threads a program has, of which size, and how far ahead it reads."""
+    if head > _WIDE_HEAD:
+        return {"num_warps": 4 if tile == _SMALLEST_TILE else 8, "num_stages": _STAGES}
     if codes == PLAIN.value:
         return {"num_warps": 8 if tile == LARGEST_TILE else 4, "num_stages": _STAGES}
     if tile == _SMALLEST_TILE:  # small programs, of which some widen while others wait
@@ -186,10 +191,11 @@ def _sizes(head: int, itemsize: int, shared: int) -> tuple[int, int]:
     def fits(tile: int, keys: int) -> bool:
         return (tile + 2 * _STAGES * keys) * head * itemsize <= shared
 
-    keys = _WIDE_KEYS if itemsize == 4 else _KEYS
-    while keys > 16 and not fits(MOST_SPLIT, keys):
+    keys, least = (_WIDE_KEYS if itemsize == 4 else _KEYS), MOST_SPLIT if head <= _WIDE_HEAD else _MOST_OF_WIDE
+    while keys > 16 and not fits(least, keys):
         keys //= 2
-    return keys, LARGEST_TILE if itemsize < 4 and fits(LARGEST_TILE, keys) else MOST_SPLIT
+    is_large = itemsize < 4 and head <= _WIDE_HEAD and fits(LARGEST_TILE, keys)
+    return keys, LARGEST_TILE if is_large else least
 
 
 def _padded(size: int) -> int:

@@ -33,7 +33,7 @@ def _rotated(start, cosine, sine, place, known, HEAD: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def _slot(
+def find_slot(
     positions, tables, place, known, queries, kv_heads, head, position_row, position_query, table_row,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def _rotate_and_write_kernel(
         tl.store(rotated + (place * heads + head) * HEAD + element, made, mask=mask)
     else:
         kv_head = (head - heads) % kv_heads
-        tile, within = _slot(
+        tile, within = find_slot(
             positions, tables, place, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
             BLOCK_SIZE,
         )  # fmt: skip
@@ -118,7 +118,8 @@ def _rotate_and_write_kernel(
 
 
 def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: torch.Tensor, kept: KeptNumbers) -> None:
-    """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values.
+    """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values, where
+    there are any.
 
     Args:
         call: what attention takes; queries, keys and values are of its batch's tokens.
@@ -137,9 +138,10 @@ def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: to
     cosine, sine = (table[places] for table in call.angles)
     kv_heads, block_size = store_layer.shape[2:4]
     count, heads, head_dim = rotated.shape
-    at_once = _tokens_at_once(count * (heads + 2 * kv_heads))
-    _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + 2 * kv_heads)](
-        query_key, value, cosine, sine, segment.positions, segment.block_tables,
+    written = 2 * kv_heads if call.writes else 0
+    at_once = _tokens_at_once(count * (heads + written))
+    _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + written)](
+        query_key, value if call.writes else query_key, cosine, sine, segment.positions, segment.block_tables,
         segment.positions if nodes is None else nodes, store_layer, kept.token_scales, store_layer.stride(0),
         kept.layer_scales, rotated,
         query_key.stride(0), query_key.stride(1), value.stride(0), value.stride(1),
@@ -147,7 +149,7 @@ def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: to
         count, segment.queries, heads, kv_heads,
         BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), TOKENS=at_once,
         HAS_NODES=nodes is not None, CODES=kept.codes, HAS_LAYER_SCALES=kept.has_layer_scales,
-        num_warps=max(1, at_once // 4), **early(value),
+        num_warps=max(1, at_once // 4), **early(query_key),
     )  # fmt: skip
 
 
@@ -187,16 +189,16 @@ def copy_blocks(store: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
     """Copy all layers' keys and values of whole blocks.
 
     Args:
-        store: [layers, 2, blocks, kv_heads, block, width] of any dtype, contiguous; the last three dimensions have a
-            multiple of four bytes.
+        store: [layers, 2 or 1, blocks, kv_heads, block, width] of any dtype, contiguous; the last three dimensions
+            have a multiple of four bytes.
         source: [n] int64 blocks.
         target: [n] int64 blocks, none twice; one that is a source, too, is its own.
     """
-    layers, _, blocks = store.shape[:3]
+    layers, parts, blocks = store.shape[:3]
     words = store.view(-1).view(torch.int32)
-    block_words = len(words) // (layers * 2 * blocks)
+    block_words = len(words) // (layers * parts * blocks)
     if len(source):
-        _copy_kernel[(len(source), 2 * layers, triton.cdiv(block_words, _WORDS))](
+        _copy_kernel[(len(source), parts * layers, triton.cdiv(block_words, _WORDS))](
             words, source.contiguous(), target.contiguous(), source, blocks * block_words, block_words, 0, 0,
             HAS_OFFSET=False, WORDS=_WORDS, num_warps=4,
         )  # fmt: skip
@@ -206,8 +208,8 @@ def copy_tokens(store: torch.Tensor, source: torch.Tensor, target: torch.Tensor,
     """Copy all layers' keys and values of single tokens.
 
     Args:
-        store: [layers, 2, blocks, kv_heads, block, width] of any dtype, where a tile has one token behind the other;
-            its first dimensions are contiguous, and so is the last, as in views of parts of tiles.
+        store: [layers, 2 or 1, blocks, kv_heads, block, width] of any dtype, where a tile has one token behind the
+            other; its first dimensions are contiguous, and so is the last, as in views of parts of tiles.
         source: [n] int64 blocks.
         target: [n] int64 blocks, each with its offset at most once.
         offset: [n] int64: places in a block, the same in both.
@@ -215,10 +217,10 @@ def copy_tokens(store: torch.Tensor, source: torch.Tensor, target: torch.Tensor,
     if not len(source):
         return
     words = store.view(next(dtype for dtype in _WORD_DTYPES if _divides(store, dtype.itemsize)))
-    layers, _, _, kv_heads, _, width = words.shape
+    layers, parts, _, kv_heads, _, width = words.shape
     _, plane, block, head, token, _ = words.stride()
     assert token == width, "a token's numbers lie one behind the other"
-    _copy_kernel[(len(source), 2 * layers, kv_heads)](
+    _copy_kernel[(len(source), parts * layers, kv_heads)](
         words, source.contiguous(), target.contiguous(), offset.contiguous(), plane, block, head, token,
         HAS_OFFSET=True, WORDS=triton.next_power_of_2(token), num_warps=1,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation, Activations, Rounding
 from trtrun.kernels.torch.experts import Choice, ExpertCodes, ExpertWeights
@@ -18,7 +19,7 @@ from trtrun.kernels.triton.coded_experts.eight_bits import ByteProduct
 from trtrun.kernels.triton.coded_experts.four_bits import general_product
 from trtrun.kernels.triton.coded_experts.suitability import streams
 from trtrun.kernels.triton.expert_tiles import ExpertTiles, lay_out
-from trtrun.kernels.triton.experts import PlainProduct, add_up
+from trtrun.kernels.triton.experts import AddingExperts, PlainProduct
 from trtrun.kernels.triton.fused import activate_and_multiply, activate_and_multiply_rounded, round_activations
 from trtrun.kernels.triton.support import multiplies_fp8
 
@@ -58,8 +59,7 @@ class FourBitProduct:
     def __call__(self, x: Activations, tiles: ExpertTiles, num_pairs: int, each: int) -> torch.Tensor:
         """x [rows, inputs] of half precision, contiguous, of which each has so many pairs → [pairs, features]."""
         assert isinstance(x, torch.Tensor)
-        rows = len(tiles.pairs) // len(tiles.experts)
-        if not streams(self._weight, x.dtype, rows, self._bias is not None):
+        if not streams(self._weight, x.dtype, tiles.rows, self._bias is not None):
             return general_product(x, self._weight, self._bias, tiles, num_pairs, each)
         from trtrun.kernels.triton.coded_experts.four_bits_stream import streamed_product
 
@@ -79,7 +79,7 @@ def takes(weights: ExpertWeights) -> bool:
     return all(it.dtype is torch.int8 or multiplies_fp8(it.device) for it in codes)
 
 
-class CodedExperts:
+class CodedExperts(AddingExperts):
     """Experts with weights in codes.
 
     Args:
@@ -97,19 +97,20 @@ class CodedExperts:
         products = (self._gate_up, self._down)
         self._few = _FEW_PAIRS if any(isinstance(it, FourBitProduct) for it in products) else None
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+    @override
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         x = x.contiguous()
-        if not len(x):
-            return torch.empty_like(x)
-        num_pairs, num_chosen = choice.experts.numel(), choice.experts.shape[1]
-        rows = [product.tile_rows(num_pairs, x.dtype) for product in (self._gate_up, self._down)]
+        (tokens, num_chosen), num_pairs = choice.experts.shape, choice.experts.numel()
+        if not tokens:
+            return x.new_empty((tokens, num_chosen, x.shape[1]))
+        # What of the pairs is this rank's, about.
+        own = num_pairs // self.num_holders
+        rows = [product.tile_rows(own, x.dtype) for product in (self._gate_up, self._down)]
         tiles = {it: lay_out(choice.experts, self._num_experts, it, self._few) for it in dict.fromkeys(rows)}
         rounding = self._gate_up.rounding
         values = x if rounding is None else round_activations(x, rounding)
         fused = self._gate_up(values, tiles[rows[0]], num_pairs, num_chosen)
-        made = self._down(self._activate(fused), tiles[rows[1]], num_pairs, 1)
-        return add_up(made, choice)
+        return self._down(self._activate(fused), tiles[rows[1]], num_pairs, 1).view(tokens, num_chosen, -1)
 
     def _activate(self, fused: torch.Tensor) -> Activations:
         """Gates times factors, as the second product takes them."""

@@ -101,11 +101,12 @@ class ByteProduct:
 
     def tile_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
         """Rows of a tile where there are so many pairs of a dtype."""
-        return self._tile(num_pairs).rows
+        rows = num_pairs // len(self._codes)
+        return 16 if rows < 16 else 64 if rows < 96 else 128
 
     def __call__(self, x: Activations, tiles: ExpertTiles, num_pairs: int, each: int) -> torch.Tensor:
         """x [rows, inputs] of half precision, or rounded, of which each has so many pairs → [pairs, features]."""
-        (_, features, inputs), tile = self._codes.shape, self._tile(num_pairs)
+        (_, features, inputs), tile = self._codes.shape, self._tile(tiles.rows)
         values, x_scale = (x.codes, x.scale) if isinstance(x, RoundedRows) else (x, self._scale)
         made = torch.empty((num_pairs, features), dtype=x.dtype, device=values.device)
         how = {None: _PLAIN, "row": _BY_ROW, "group": _BY_GROUP}[self.rounding]
@@ -118,15 +119,12 @@ class ByteProduct:
         )  # fmt: skip
         return made
 
-    def _tile(self, num_pairs: int) -> Tile:
-        """What is fast for so many pairs, with as many stages as there is shared memory for. 64 features at least, what
-        the matrix units take from four warps: narrower tiles would be computed by other instructions."""
-        rows = num_pairs // len(self._codes)
-        if rows < 16:
-            tile = Tile(16, 64, 128, 6)
-        elif rows < 96:
-            tile = Tile(64, 64, 128, 4)
-        else:
+    def _tile(self, rows: int) -> Tile:
+        """What is fast for tiles of so many rows, with as many stages as there is shared memory for. 64 features at
+        least, what the matrix units take from four warps: narrower tiles would be computed by other instructions."""
+        if rows == 128:
             tile = Tile(128, 64 if self.rounding == "group" else 128, 128, 4, 4 if self.rounding == "group" else 8)
+        else:
+            tile = Tile(rows, 64, 128, 6 if rows == 16 else 4)
         stage = (tile.features + tile.rows * (2 if self.rounding is None else 1)) * tile.inputs
         return tile._replace(num_stages=max(1, min(tile.num_stages, shared_bytes(self._codes.device) // stage)))

@@ -135,7 +135,7 @@ def general_product(
     _product_kernel[(len(tiles.experts), words.shape[1])](
         x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
         weight.features, weight.inputs, words.shape[1], words.shape[2] * (GROUP // size),
-        CHOSEN=each, ROWS=len(tiles.pairs) // len(tiles.experts), SIZE=size,
+        CHOSEN=each, ROWS=tiles.rows, SIZE=size,
         SHIFT=0 if form is None else form.shift, OFFSET=0 if form is None else form.offset,
         UNIT=UNITS[x.dtype], ADDS=bias is not None, num_warps=4, **early(x),
     )  # fmt: skip

@@ -296,7 +296,7 @@ def streamed_product(
 ) -> torch.Tensor:
     """Compute `general_product`, of rows that begin at multiples of 16 bytes in tiles of 8, 16, 32 or 64; numbers with
     an exponent in tiles of 128, too, and times bfloat16 alone."""
-    words, size, rows = weight.tensors["words"], group_size(weight), len(tiles.pairs) // len(tiles.experts)
+    words, size, rows = weight.tensors["words"], group_size(weight), tiles.rows
     form = FORMS[size] if "blocks" in weight.tensors else None
     scales = weight.tensors["scales"] if form is None else weight.tensors["blocks"].view(torch.int32)
     made = x.new_empty((num_pairs, weight.features))

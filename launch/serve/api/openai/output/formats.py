@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launch.serve.api.openai.output import gemma_calls as gemma
 from launch.serve.api.openai.output import harmony, tags
 from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output import named_calls as mistral
@@ -82,12 +83,14 @@ class ReasoningFormat:
 
     Attributes:
         open_mark, close_mark: around them.
+        heading: behind the first mark, and no thought.
         always_thinks: an answer begins with thoughts, unless the prompt ends them.
         is_harmony: messages with heads.
     """
 
     open_mark: str = "<think>"
     close_mark: str = "</think>"
+    heading: str = ""
     always_thinks: bool = False
     is_harmony: bool = False
 
@@ -147,6 +150,13 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gpt-oss": ToolFormat(
         lambda names, schemas: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True, has_bare_names=True
     ),
+    "gemma4": ToolFormat(
+        lambda names, schemas: gemma.GemmaParser(),
+        (gemma.OPEN, gemma.CLOSE, gemma.QUOTE),
+        (gemma.OPEN,),
+        has_bare_names=True,
+        call_texts=(f"{gemma.OPEN}{gemma.WORD}",),
+    ),
     "qwen3_coder": _tagged(tags.QWEN3_CODER),
     "glm45": _tagged(tags.GLM45),
     "glm47": _tagged(tags.GLM47),
@@ -168,6 +178,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat(),
     "deepseek_r1": ReasoningFormat(always_thinks=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningFormat("<|channel>", "<channel|>", "thought"),
     "gpt-oss": ReasoningFormat(is_harmony=True),
 }
 
@@ -223,6 +234,8 @@ def _tools_of(template: str) -> str:
         return "kimi_k2"
     if tags.MINIMAX_M2.open in template and tags.MINIMAX_M2.call in template:
         return "minimax_m2"
+    if gemma.OPEN in template and gemma.WORD in template:
+        return "gemma4"
     if hermes.OPEN in template and (found := _named_by_tool_call(template)):
         return found
     if mistral.MARK in template:
@@ -256,6 +269,8 @@ def _reasoning_of(template: str) -> str:
         return "gpt-oss"
     if "[THINK]" in template:
         return "mistral"
+    if "<|channel>" in template:
+        return "gemma4"
     if "</think>" not in template:
         return ""
     # A template that has a word for it begins thoughts itself, or does not.

@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from launch.serve.api.openai.output import gemma_calls as gemma
 from launch.serve.api.openai.output import harmony
 from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output import named_calls as mistral
@@ -73,13 +74,34 @@ def _hermes_rest(lark: Lark, wanted: Wanted) -> str:
     return lark.put("marked", f'"\\n" {call} "\\n" {lark.mark(hermes.CLOSE)}')
 
 
-def _hermes_calls(lark: Lark, wanted: Wanted) -> str:
-    return repeated(f"{lark.mark(hermes.OPEN)} {_hermes_rest(lark, wanted)}", '"\\n"', wanted)
+def _gemma_rest(lark: Lark, wanted: Wanted) -> str:
+    """A call behind its opening mark, with arguments in JSON."""
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        name = lark.mark(f"{gemma.WORD}{tool.name}")
+        rules.append(lark.put(f"call_{number}", f"{name} {_arguments(lark, number, tool, wanted.must_call)}"))
+    return lark.put("marked", f"({' | '.join(rules)}) {lark.mark(gemma.CLOSE)}")
 
 
-def _hermes_free(lark: Lark, wanted: Wanted) -> str:
-    often = "*" if wanted.in_parallel else "?"
-    return f"({lark.until(hermes.OPEN)} marked){often} {lark.without(hermes.OPEN)}"
+class _Single(NamedTuple):
+    """A form whose calls stand between marks each: the first mark, what stands behind it, and what between calls."""
+
+    mark: str
+    rest: _Rule
+    between: str = ""
+
+
+_SINGLE = {"hermes": _Single(hermes.OPEN, _hermes_rest, '"\\n"'), "gemma4": _Single(gemma.OPEN, _gemma_rest)}
+
+
+def _single_calls(lark: Lark, wanted: Wanted, form: str) -> str:
+    mark, rest, between = _SINGLE[form]
+    return repeated(f"{lark.mark(mark)} {rest(lark, wanted)}", between, wanted)
+
+
+def _single_free(lark: Lark, wanted: Wanted, form: str) -> str:
+    mark, often = _SINGLE[form].mark, "*" if wanted.in_parallel else "?"
+    return f"({lark.until(mark)} marked){often} {lark.without(mark)}"
 
 
 def _llama_calls(lark: Lark, wanted: Wanted) -> str:
@@ -179,18 +201,19 @@ def _list_free(lark: Lark, wanted: Wanted) -> str:
     return f"BLANKS (calls | {other}?)"
 
 
-def _hermes_behind(lark: Lark, wanted: Wanted) -> str:
+def _single_behind(lark: Lark, wanted: Wanted, form: str) -> str:
     """The rest of a call behind its mark, and what an answer may go on with: calls, and text where it may have that."""
-    first, is_alone = _hermes_rest(lark, wanted), wanted.must_call or wanted.other is not None
+    mark, rest, between = _SINGLE[form]
+    first, is_alone = rest(lark, wanted), wanted.must_call or wanted.other is not None
     if is_alone:
-        return f'{first} ("\\n" {lark.mark(hermes.OPEN)} {first})*' if wanted.in_parallel else first
-    return f"{first} {_hermes_free(lark, wanted) if wanted.in_parallel else lark.without(hermes.OPEN)}"
+        return f"{first} ({between} {lark.mark(mark)} {first})*" if wanted.in_parallel else first
+    return f"{first} {_single_free(lark, wanted, form) if wanted.in_parallel else lark.without(mark)}"
 
 
 _TAGS = {name: form.tags for name, form in TOOL_FORMATS.items() if form.tags is not None}
 
 CALLS: Mapping[str, _Rule] = {
-    "hermes": _hermes_calls,
+    **{form: partial(_single_calls, form=form) for form in _SINGLE},
     "llama3_json": _llama_calls,
     "mistral": _mistral_calls,
     "llama_nemotron_json": _nemotron_calls,
@@ -199,7 +222,7 @@ CALLS: Mapping[str, _Rule] = {
     **{form: partial(tagged_calls, tags=tags) for form, tags in _TAGS.items()},
 }
 BEHIND: Mapping[str, _Rule] = {
-    "hermes": _hermes_behind,
+    **{form: partial(_single_behind, form=form) for form in _SINGLE},
     "llama3_json": lambda lark, wanted: "calls",
     "mistral": _mistral_rest,
     "llama_nemotron_json": _nemotron_rest,
@@ -209,7 +232,7 @@ BEHIND: Mapping[str, _Rule] = {
 """What stands behind a call's mark that has ended thoughts."""
 
 FREE: Mapping[str, _Rule] = {
-    "hermes": _hermes_free,
+    **{form: partial(_single_free, form=form) for form in _SINGLE},
     "llama3_json": _llama_free,
     "mistral": _mistral_free,
     "llama_nemotron_json": _nemotron_free,

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
+from launch.serve.api.openai.output.json_values import JsonObject
 from launch.serve.api.openai.output.machine import may_become
 from launch.serve.api.openai.output.named_calls import NamedCallMachine
 
@@ -123,12 +124,12 @@ class DeepSeekParser(MarkedCallParser):
         if self._lacks_opening():
             return False
         if self._text.startswith("{") or self._name != KIND:
-            return self._begin_arguments(self._marks.end)
+            return self._begin_arguments(JsonObject(self._marks.end))
         self._fence = END_FENCE
         return self._take_name(FENCE, self._read_fenced)
 
     def _read_fenced(self) -> bool:
-        return False if self._lacks_opening() else self._begin_arguments(self._marks.end)
+        return False if self._lacks_opening() else self._begin_arguments(JsonObject(self._marks.end))
 
 
 class KimiParser(MarkedCallParser):
@@ -146,4 +147,4 @@ class KimiParser(MarkedCallParser):
             self._name = found[1]
         elif self._name.isdecimal():  # the number of a call without a name
             return self._give_up()
-        return self._begin_arguments(self._marks.end)
+        return self._begin_arguments(JsonObject(self._marks.end))

@@ -10,9 +10,22 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Container
+from typing import Protocol
 
 from launch.serve.api.openai.output.json_values import CallObject, JsonObject
 from launch.serve.api.openai.output.machine import Arguments, CallBegin, CallMachine, find_mark, may_become
+
+
+class ArgumentsObject(Protocol):
+    """An object that comes; see JsonObject."""
+
+    is_begun: bool
+    is_failed: bool
+    is_over: bool
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What may be told with its next part as JSON, and what of the part is behind its end, or is not certain."""
+        ...
 
 
 class NamedCallMachine(CallMachine):
@@ -35,9 +48,9 @@ class NamedCallMachine(CallMachine):
         self._opening += self._skip_blanks()
         return not self._text and not self._is_over
 
-    def _begin_arguments(self, mark: str = "") -> bool:
-        """Begin to read arguments. If they go wrong, they end with a mark."""
-        self._object, self._held = JsonObject(mark), ""
+    def _begin_arguments(self, written: ArgumentsObject) -> bool:
+        """Begin to read arguments as they are written."""
+        self._object, self._held = written, ""
         return self._go(self._read_object)
 
     def _read_object(self) -> bool:
@@ -213,4 +226,4 @@ class MistralParser(MarkedListParser):
             self._opening += self._take(len(ARGS))
         if self._lacks_opening():
             return False
-        return self._begin_arguments()
+        return self._begin_arguments(JsonObject())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from launch.serve.api.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS, new_id
+from launch.serve.api.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, new_id
 from launch.serve.api.openai.output.harmony import HarmonyParser
 from launch.serve.api.openai.output.machine import (
     LONG,
@@ -40,8 +40,7 @@ class ThoughtParser(Machine):
 
     def __init__(
         self,
-        open_mark: str,
-        close_mark: str,
+        form: ReasoningFormat,
         has_begun: bool,
         call_marks: tuple[str, ...] = (),
         make_calls: Callable[[], Machine] = CallMachine,
@@ -49,13 +48,13 @@ class ThoughtParser(Machine):
         """Begin.
 
         Args:
-            open_mark, close_mark: of thoughts.
+            form: of thoughts.
             has_begun: they have begun in the prompt; else an answer may begin with the mark.
             call_marks: that a call begins with, which ends thoughts, too; none where there are no tools.
             make_calls: makes a parser that says whether one does.
         """
         super().__init__()
-        self._open, self._close = open_mark, close_mark
+        self._open, self._close, self._heading = form.open_mark, form.close_mark, form.heading
         self._call_marks, self._make_calls = call_marks, make_calls
         self._num_long = 0
         self._has_begun = has_begun
@@ -64,7 +63,7 @@ class ThoughtParser(Machine):
     @property
     def is_thinking(self) -> bool:
         """Whether thoughts go on behind what was fed."""
-        return self._state in (self._read_thoughts, self._try_call)
+        return self._state in (self._skip_heading, self._read_thoughts, self._try_call)
 
     def _begin(self) -> bool:
         self._blanks += self._take(len(self._text) - len(self._text.lstrip()))
@@ -76,6 +75,13 @@ class ThoughtParser(Machine):
             self._events.append(Text(self._blanks))
             return self._go(self._read_answer)
         self._blanks, self._is_first = "", True
+        return self._go(self._skip_heading)
+
+    def _skip_heading(self) -> bool:
+        if may_become(self._text, self._heading) and not self._is_over:
+            return False
+        if self._text.startswith(self._heading):
+            self._take(len(self._heading))
         return self._go(self._read_thoughts)
 
     def _read_thoughts(self) -> bool:
@@ -227,12 +233,11 @@ def _machines(parsing: Parsing) -> tuple[Machine | None, Machine | None]:
     if tools is None:
         if reasoning is None:
             return None, None
-        return ThoughtParser(reasoning.open_mark, reasoning.close_mark, parsing.is_thinking), None
+        return ThoughtParser(reasoning, parsing.is_thinking), None
     make_calls = partial(tools.make_parser, parsing.names, schemas)
     if reasoning is None:
         return None, make_calls()
-    marks = (reasoning.open_mark, reasoning.close_mark)
-    return ThoughtParser(*marks, parsing.is_thinking, tools.call_marks, make_calls), make_calls()
+    return ThoughtParser(reasoning, parsing.is_thinking, tools.call_marks, make_calls), make_calls()
 
 
 @dataclass

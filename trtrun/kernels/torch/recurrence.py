@@ -1,9 +1,9 @@
-"""Layers that keep a state of each row: how a forward's tokens go through it, one after the other, in plain torch.
+"""States of rows: how a forward's tokens go through them, one after the other, in plain torch.
 
 This is the form that says what is right: every token goes through in its turn, from a state that is kept behind it
 (`RowStates`), so that bits depend neither on the cut of a prompt into chunks, nor on drafts, nor on other rows. It
 reads positions, so that it runs on CPUs alone and is no graph. It knows states, inputs and positions. It does not know
-what a token does to a state: that is the layer's step.
+what a token does to a state: that is its step.
 """
 
 from __future__ import annotations
@@ -13,29 +13,34 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trtrun.kvcache.row_states import LayerStates, SegmentStates
-from trtrun.kvcache.store import LayerCache
 
 Step = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], tuple[Sequence[torch.Tensor], torch.Tensor]]
 """The parts of states, [rows, *shape] float32 each, and what a token of each row brings, likewise → the states behind
 it, and what comes out [rows, features]. A row's bits do not depend on the others."""
 
 
-def go_through(step: Step, inputs: Sequence[torch.Tensor], cache: LayerCache, features: int) -> torch.Tensor:
+def go_through(
+    step: Step,
+    inputs: Sequence[torch.Tensor],
+    states: LayerStates,
+    segments: Sequence[SegmentStates],
+    features: int,
+) -> torch.Tensor:
     """Have the tokens of a forward go through their rows' states.
 
     Args:
         step: what a token does.
         inputs: what the tokens bring, [tokens, *shape] float32 each, as the layer's spec has them.
-        cache: the layer's.
+        states: of the layer.
+        segments: where the states of the forward's rows stand.
         features: numbers that come out of a token.
 
     Returns:
         [tokens, features] float32; zeros for padding.
     """
-    assert cache.states is not None and cache.segment_states is not None, "the layer keeps a state"
     found = inputs[0].new_zeros((len(inputs[0]), features))
-    for segment in cache.segment_states:
-        _go_through_segment(step, inputs, cache.states, segment, found)
+    for segment in segments:
+        _go_through_segment(step, inputs, states, segment, found)
     return found
 
 
@@ -43,12 +48,11 @@ def _go_through_segment(
     step: Step, inputs: Sequence[torch.Tensor], kept: LayerStates, rows: SegmentStates, found: torch.Tensor
 ) -> None:
     """`go_through` of one segment's rows, into their places in `found`; all rows take their next token together."""
-    segment, slots, capacity = rows.segment, rows.slots, kept.inputs[0].shape[1]
+    numbers = rows.numbers[:, rows.leaders == torch.arange(rows.segment.rows)]
+    rows = SegmentStates(rows.segment, numbers, *numbers.unbind())
+    slots, capacity = rows.slots, kept.inputs[0].shape[1]
     if bool((rows.first < rows.kept).any()):
         raise RuntimeError("tokens are fed again that a state has seen: it was moved up too far")
-    # Padding stands in front of a row's tokens or behind them.
-    before = (segment.positions == rows.first.unsqueeze(1)).to(torch.int64).argmax(dim=1)
-    places = segment.start + torch.arange(segment.rows) * segment.queries + before - rows.first
     state = [part.index_select(0, slots) for part in kept.states]
     for passed in range(int((rows.end - rows.kept).max()) + 1):
         position = rows.kept + passed
@@ -58,7 +62,7 @@ def _go_through_segment(
             states[slots[settled]] = part[settled]
             snapshots[rows.snapshots[saved]] = part[saved]
         lives, is_fed = position < rows.end, position >= rows.first
-        place, turn = (places + position).clamp(0, len(found) - 1), position % capacity
+        place, turn = (rows.places + position).clamp(0, len(found) - 1), position % capacity
         brought = []
         for given, stored in zip(inputs, kept.inputs, strict=True):
             fed = given.index_select(0, place)

@@ -1,0 +1,230 @@
+"""Gated delta nets by kernels: what plain torch makes of the same forwards, and the same bits whatever the cut of a
+prompt, the drafts that were rejected, and the rows beside it. Where there is no GPU, Triton's kernels run in its
+interpreter, around a recurrence that is written here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from norms import difference
+
+from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
+from trtrun.kernels.torch.operations import TorchOperations
+from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.specs import RecurrentState
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+HAS_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = torch.device("cuda" if HAS_GPU else "cpu"), torch.bfloat16 if HAS_GPU else torch.float16
+BOUND = 2e-2 if HAS_GPU else 3e-3
+KERNEL, ROWS, BLOCK, REFED = 4, 3, 4096, 5
+Shape = tuple[int, int, int, int]
+SHAPES: list[Shape] = [(2, 4, 32, 24), (1, 3, 64, 8)]
+"""Heads of keys and of values, and numbers of both."""
+if HAS_GPU:
+    SHAPES += [(16, 48, 128, 128), (16, 32, 128, 128)]
+
+
+def make_weights(shape: Shape) -> DeltaNetWeights:
+    torch.manual_seed(sum(shape))
+    keys, values, key_dim, value_dim = shape
+    channels = 2 * keys * key_dim + values * value_dim
+    key_of_value = torch.arange(values, device=DEVICE) * keys // values
+    convolution = torch.randn(KERNEL, channels, device=DEVICE) / 2
+    fading, bias = torch.rand(values, device=DEVICE) / 4, torch.randn(values, device=DEVICE)
+    norm = (1 + torch.randn(value_dim, device=DEVICE) / 8).to(DTYPE)
+    return DeltaNetWeights(*shape, key_of_value, convolution, fading, bias, norm, 1e-6)
+
+
+@dataclass
+class Fed:
+    """Tokens of a row in a forward: their numbers [tokens, ...] and where the first one stands; padding around."""
+
+    row: int
+    first: int
+    made: torch.Tensor
+    rates: torch.Tensor
+    before: int = 0
+    behind: int = 0
+
+
+class Rows:
+    """A layer's states of some rows, which `net` carries on."""
+
+    def __init__(self, net: DeltaNet, weights: DeltaNetWeights, device: torch.device = DEVICE) -> None:
+        self._net, self._device = net, device
+        parts = (KERNEL - 1, weights.channels), (weights.values, weights.key_dim, weights.value_dim)
+        spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)))
+        self.states = RowStates({0: spec}, StateSpace(ROWS, REFED, True, num_snapshots=3), 1 + ROWS, device)
+        self.states.announce(np.array([[row, 0, 1 + row] for row in range(ROWS)]))
+        self.states.begin([(row, 0, 0) for row in range(ROWS)])
+
+    def feed(self, *rows: Fed) -> list[torch.Tensor]:
+        """One forward, in which rows of as many places are a segment; returns what tokens read, row by row."""
+        segments, made, rates, start = [], [], [], 0
+        for one in rows:
+            places = [-1] * one.before + list(range(one.first, one.first + len(one.made))) + [-1] * one.behind
+            for part, found in ((one.made, made), (one.rates, rates)):
+                found.append(torch.cat((part[:1].expand(one.before, -1), part, part[:1].expand(one.behind, -1))))
+            positions = torch.tensor([places], device=self._device)
+            tables = torch.tensor([[1 + one.row]], device=self._device)
+            last = segments[-1] if segments else None
+            if last is not None and last.queries == len(places):
+                last.positions, last.block_tables = (
+                    torch.cat((last.positions, positions)),
+                    torch.cat((last.block_tables, tables)),
+                )
+                last.rows += 1
+            else:
+                segments.append(AttentionSegment(start, 1, len(places), tables, positions))
+            start += len(places)
+        found_states = self.states.of_batch(AttentionBatch(segments, BLOCK))
+        read = self._net(torch.cat(made), torch.cat(rates), self.states.layers[0], found_states)
+        outputs = list(read.split([one.before + len(one.made) + one.behind for one in rows]))
+        for one, output in zip(rows, outputs, strict=True):
+            assert output[: one.before].float().abs().sum() == 0
+            assert output[len(output) - one.behind :].float().abs().sum() == 0
+        return [output[one.before : one.before + len(one.made)] for one, output in zip(rows, outputs, strict=True)]
+
+
+def make_tokens(weights: DeltaNetWeights, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    widths = weights.channels + weights.values * weights.value_dim, 2 * weights.values
+    made, rates = (torch.randn(count, width, generator=generator).to(DEVICE, DTYPE) for width in widths)
+    return made, rates
+
+
+def alone(net: DeltaNet, weights: DeltaNetWeights, tokens: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """What tokens read that come one by one."""
+    rows, (made, rates) = Rows(net, weights), tokens
+    return torch.cat([rows.feed(Fed(0, at, made[at : at + 1], rates[at : at + 1]))[0] for at in range(len(made))])
+
+
+@dataclass
+class TorchRecurrence:
+    """Token by token, for one row after the other."""
+
+    weights: DeltaNetWeights
+
+    def __call__(self, brought: Any, states: LayerStates, found: SegmentStates, read: torch.Tensor) -> None:
+        weights, of_row = self.weights, len(brought.value) // found.segment.rows
+        for row, line in enumerate(found.numbers.T.tolist()):
+            slot, kept, first, end, settled, saved_at, snapshot, place, leader, own_first, own_end = line
+            begins = found.segment.start + row * found.segment.queries
+            read[begins : place + own_first], read[place + own_end : begins + found.segment.queries] = 0, 0
+            if leader != row:
+                continue
+            matrix = states.states[1][slot].clone()
+            for position in range(kept, end + 1):
+                if position == settled:
+                    states.states[1][slot] = matrix
+                if position == saved_at:
+                    states.snapshots[1][snapshot] = matrix
+                if position == end:
+                    break
+                at = row * of_row + position - kept
+                both = brought.query_key[at].view(2, weights.keys, -1)[:, weights.key_of_value]
+                query, key = both.unsqueeze(-1)
+                keeps, corrects = brought.factors[at].unsqueeze(-1).unbind(1)
+                matrix = matrix * keeps.unsqueeze(-1)
+                change = (brought.value[at].float() - (matrix * key).sum(1)) * corrects
+                matrix = matrix + key * change.unsqueeze(1)
+                if position >= first:
+                    read[place + position] = (matrix * query).sum(1).flatten().to(read.dtype)
+
+
+def nets(shape: Shape) -> tuple[DeltaNet, DeltaNetWeights]:
+    """Of kernels, and its weights."""
+    from trtrun.kernels.cuda.delta_net import CudaRecurrence
+    from trtrun.kernels.triton.delta_net.net import TritonDeltaNet
+
+    weights = make_weights(shape)
+    return TritonDeltaNet(weights, CudaRecurrence(weights) if HAS_GPU else TorchRecurrence(weights)), weights
+
+
+def plainly(weights: DeltaNetWeights, made: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """What tokens of one forward read in plain torch, on the CPU."""
+    moved = DeltaNetWeights(*(part.cpu() if isinstance(part, torch.Tensor) else part for part in weights))
+    rows = Rows(TorchDeltaNet(moved, TorchOperations()), moved, torch.device("cpu"))
+    return rows.feed(Fed(0, 0, made.cpu(), rates.cpu()))[0].to(made.device)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_token_reads_the_same_bits_whatever_the_cut_and_what_plain_torch_does(shape: Shape) -> None:
+    net, weights = nets(shape)
+    count = 60 if HAS_GPU else 23
+    tokens = made, rates = make_tokens(weights, count, 1)
+    whole = Rows(net, weights).feed(Fed(0, 0, made, rates))[0]
+    assert torch.equal(alone(net, weights, tokens), whole)
+    assert difference(whole, plainly(weights, made, rates)) < BOUND
+    tiles = [Fed(0, 0, made[:5], rates[:5], before=3)]
+    tiles += [Fed(0, at, made[at : at + 8], rates[at : at + 8]) for at in range(5, 21, 8)]
+    own = [Fed(1, 0, made[:8], rates[:8]), Fed(2, 0, made[:6], rates[:6], before=2)]
+    in_tiles = Rows(net, weights).feed(own[0], *tiles, own[1], Fed(0, 21, made[21:23], rates[21:23]))
+    assert torch.equal(torch.cat((*in_tiles[1:4], in_tiles[5])), whole[:23])
+    assert torch.equal(in_tiles[0], whole[:8]) and torch.equal(in_tiles[4], whole[:6])
+    for cuts in ((9, 1, 13), (2, 3, 1, 17)):
+        rows, found, at = Rows(net, weights), [], 0
+        for size in (*cuts, count - sum(cuts)):
+            if size:
+                found += rows.feed(Fed(0, at, made[at : at + size], rates[at : at + size], before=size % 2))
+                at += size
+        assert torch.equal(torch.cat(found), whole), cuts
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rejected_tokens_and_other_rows_leave_no_trace(shape: Shape) -> None:
+    """Three rows of different lengths verify drafts, of which none, some or all turn out right."""
+    net, weights = nets(shape)
+    texts = [make_tokens(weights, 14 + row, 10 + row) for row in range(ROWS)]
+    expected = [alone(net, weights, tokens) for tokens in texts]
+    rows, wrong = Rows(net, weights), make_tokens(weights, REFED, 77)
+    prompts = [5, 2, 7]
+    found = [[part] for part in rows.feed(*(_part(row, texts[row], 0, prompts[row]) for row in range(ROWS)))]
+    at, accepted = list(prompts), [(0, 3, 4), (2, 1, 0), (4, 4, 2)]
+    for lengths in accepted:
+        fed = []
+        for row, right in enumerate(lengths):
+            true = _part(row, texts[row], at[row], min(1 + right, len(texts[row][0]) - at[row]))
+            rest = REFED - len(true.made)
+            true.made, true.rates = (
+                torch.cat((part, other[:rest])) for part, other in ((true.made, wrong[0]), (true.rates, wrong[1]))
+            )
+            fed.append(true)
+        for row, output in enumerate(rows.feed(*fed)):
+            kept = min(1 + lengths[row], len(texts[row][0]) - at[row])
+            found[row].append(output[:kept])
+            at[row] += kept
+    for row in range(ROWS):
+        assert torch.equal(torch.cat(found[row]), expected[row][: at[row]]), row
+
+
+def _part(row: int, tokens: Sequence[torch.Tensor], first: int, count: int) -> Fed:
+    made, rates = (part[first : first + count] for part in tokens)
+    return Fed(row, first, made, rates, before=row % 2, behind=row // 2)
+
+
+@pytest.mark.parametrize("saved_at", [4, 6, 9, 11])
+def test_rows_go_on_from_snapshots(saved_at: int) -> None:
+    """Taken in front of what was fed before, within it, and at the end of a chunk."""
+    net, weights = nets(SHAPES[0])
+    made, rates = make_tokens(weights, 15, 3)
+    expected = alone(net, weights, (made, rates))
+    rows = Rows(net, weights)
+    rows.feed(Fed(0, 0, made[:4], rates[:4]))
+    if saved_at >= 4:
+        rows.states.save([(0, saved_at, 2)])
+    rows.feed(Fed(0, 4, made[4:11], rates[4:11]))
+    rows.states.save([])
+    rows.states.begin([(1, saved_at, 2)])
+    one, other = rows.feed(
+        Fed(1, saved_at, made[saved_at:14], rates[saved_at:14]), Fed(0, 11, made[11:14], rates[11:14])
+    )
+    assert torch.equal(one, expected[saved_at:14])
+    assert torch.equal(other, expected[11:14])

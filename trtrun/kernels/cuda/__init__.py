@@ -1,0 +1,1 @@
+"""Kernels in CUDA C++, which CuPy compiles."""

@@ -1,0 +1,208 @@
+// Tokens of rows go through the matrices of a gated delta net, one after the other. See delta_net.py.
+//
+// A column of a head's matrix lies in the registers of SPLIT neighbouring threads, each of which has some of its rows
+// all the time: SPLIT decides the order of sums, and with it bits; the other numbers do not. What a token reads and what
+// the next one knows are sums over the same state, which are made together.
+//
+// Rows that go on where the one before ends are gone through by the first of them. In memory a matrix has its columns one
+// behind the other, [VALUE_DIM, KEY_DIM].
+//
+// Given at compilation: KEYS, VALUES (heads), KEY_DIM, VALUE_DIM, SPLIT, COLUMNS (of a group of SPLIT threads), TOKENS
+// (that are asked for together), THREADS (of a block), and KIND (0: bfloat16, 1: float16, 2: float32).
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#if KIND == 2
+typedef float Number;
+__device__ __forceinline__ float widen(Number number) { return number; }
+__device__ __forceinline__ Number narrow(float value) { return value; }
+#elif KIND == 1
+typedef u16 Number;
+__device__ __forceinline__ float widen(Number number) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(number));
+    return value;
+}
+__device__ __forceinline__ Number narrow(float value) {
+    Number number;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(number) : "f"(value));
+    return number;
+}
+#else
+typedef u16 Number;
+__device__ __forceinline__ float widen(Number number) { return __uint_as_float((u32)number << 16); }
+__device__ __forceinline__ Number narrow(float value) {
+    Number number;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(number) : "f"(value));
+    return number;
+}
+#endif
+
+// Let the next kernel begin, and wait until all before this one is written, where kernels begin early.
+__device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <int BYTES>
+__device__ __forceinline__ void copy(void *shared, const void *global) {
+    u64 place;
+    asm("cvta.to.shared.u64 %0, %1;" : "=l"(place) : "l"(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((u32)place), "l"(global), "n"(BYTES) : "memory");
+}
+
+static const int VECTORS = KEY_DIM / 4, HELD = VECTORS / SPLIT, GROUPS = THREADS / SPLIT, WIDTH = GROUPS * COLUMNS;
+static const int PIECES = WIDTH * (int)sizeof(Number) / 16;
+
+struct Sum {
+    float4 parts;
+    __device__ __forceinline__ Sum() : parts(make_float4(0.f, 0.f, 0.f, 0.f)) {}
+    __device__ __forceinline__ void add(float4 a, float4 b) {
+        parts.x = fmaf(a.x, b.x, parts.x);
+        parts.y = fmaf(a.y, b.y, parts.y);
+        parts.z = fmaf(a.z, b.z, parts.z);
+        parts.w = fmaf(a.w, b.w, parts.w);
+    }
+    __device__ __forceinline__ float total() const { return (parts.x + parts.y) + (parts.z + parts.w); }
+};
+
+__device__ __forceinline__ float over_threads(float sum) {
+#pragma unroll
+    for (int distance = 1; distance < SPLIT; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    carry_on(const float4 *query_key, const Number *value, const float2 *factors, float4 *matrices, float4 *snapshots,
+             const long long *key_of_value, Number *read, const long long *numbers, long long rows, long long tokens,
+             long long queries, long long start) {
+    __shared__ __align__(16) float4 keys[2][TOKENS][VECTORS], asked[2][TOKENS][VECTORS];
+    __shared__ __align__(16) Number values[2][TOKENS][WIDTH];
+    __shared__ __align__(16) float2 rates[2][TOKENS];
+    begin();
+    const int thread = threadIdx.x, part = thread % SPLIT, group = thread / SPLIT;
+    const int blocks = VALUE_DIM / WIDTH, head = blockIdx.x / blocks % VALUES;
+    const int first_column = blockIdx.x % blocks * WIDTH;
+    const long long row = blockIdx.x / blocks / VALUES;
+    const long long slot = numbers[row], kept = numbers[rows + row], first = numbers[2 * rows + row];
+    const long long end = numbers[3 * rows + row], saved_at = numbers[5 * rows + row], place = numbers[7 * rows + row];
+    const bool leads = numbers[8 * rows + row] == row;
+    const int count = leads ? (int)(end - kept) : 0, fed = (int)(first - kept), settled = (int)(numbers[4 * rows + row] - kept);
+    const int saved = leads && saved_at >= kept && saved_at <= end ? (int)(saved_at - kept) : -1;
+    const long long matrix = ((slot * VALUES + head) * VALUE_DIM + first_column + group) * VECTORS + part;
+    const long long snapshot =
+        ((numbers[6 * rows + row] * VALUES + head) * VALUE_DIM + first_column + group) * VECTORS + part;
+    const long long of_row = row * tokens;
+    const float4 *key = query_key + (of_row * 2 * KEYS + KEYS + key_of_value[head]) * VECTORS;
+    const Number *brought = value + (of_row * VALUES + head) * VALUE_DIM + first_column;
+    const float2 *given = factors + of_row * VALUES + head;
+    Number *output = read + ((place + kept) * VALUES + head) * VALUE_DIM + first_column + group;
+
+    auto fetch = [&](int from, int buffer) {
+        const int there = min(TOKENS, count - from);
+        for (int index = thread; index < there * VECTORS; index += THREADS) {
+            const int token = index / VECTORS, vector = index % VECTORS;
+            const float4 *source = key + (long long)(from + token) * (2 * KEYS * VECTORS) + vector;
+            copy<16>(&keys[buffer][token][vector], source);
+            copy<16>(&asked[buffer][token][vector], source - KEYS * VECTORS);
+        }
+        for (int index = thread; index < there * PIECES; index += THREADS) {
+            const int token = index / PIECES, piece = index % PIECES;
+            const Number *source = brought + (long long)(from + token) * (VALUES * VALUE_DIM);
+            copy<16>((char *)&values[buffer][token][0] + 16 * piece, (const char *)source + 16 * piece);
+        }
+        for (int token = thread; token < there; token += THREADS)
+            copy<8>(&rates[buffer][token], given + (long long)(from + token) * VALUES);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+
+    float4 state[COLUMNS][HELD], query[HELD];
+    fetch(0, 0);
+#pragma unroll
+    for (int column = 0; column < COLUMNS; column++)
+#pragma unroll
+        for (int held = 0; held < HELD; held++)
+            state[column][held] = matrices[matrix + column * GROUPS * VECTORS + held * SPLIT];
+    auto keep = [&](float4 *where) {
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column++)
+#pragma unroll
+            for (int held = 0; held < HELD; held++)
+                where[column * GROUPS * VECTORS + held * SPLIT] = state[column][held];
+    };
+    auto answer = [&](int token, const float *sums) {
+        if (part == 0 && token >= fed)
+#pragma unroll
+            for (int column = 0; column < COLUMNS; column++)
+                output[(long long)token * (VALUES * VALUE_DIM) + column * GROUPS] = narrow(sums[column]);
+    };
+    if (saved == 0) keep(snapshots + snapshot);
+#pragma unroll
+    for (int held = 0; held < HELD; held++) query[held] = make_float4(0.f, 0.f, 0.f, 0.f);
+
+    for (int from = 0, buffer = 0; from < count; from += TOKENS, buffer ^= 1) {
+        fetch(from + TOKENS, buffer ^ 1);
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        __syncthreads();
+        const int last = min(TOKENS, count - from);
+        for (int token = 0; token < last; token++) {
+            float4 now[HELD];
+            float known[COLUMNS], told[COLUMNS];
+#pragma unroll
+            for (int held = 0; held < HELD; held++) now[held] = keys[buffer][token][held * SPLIT + part];
+            const float2 rate = rates[buffer][token];
+#pragma unroll
+            for (int column = 0; column < COLUMNS; column++) {
+                Sum of_key, of_query;
+#pragma unroll
+                for (int held = 0; held < HELD; held++) {
+                    of_key.add(now[held], state[column][held]);
+                    of_query.add(query[held], state[column][held]);
+                }
+                known[column] = of_key.total(), told[column] = of_query.total();
+            }
+#pragma unroll
+            for (int column = 0; column < COLUMNS; column++) {
+                known[column] = over_threads(known[column]), told[column] = over_threads(told[column]);
+                const float change = (widen(values[buffer][token][group + column * GROUPS]) - rate.x * known[column]) * rate.y;
+#pragma unroll
+                for (int held = 0; held < HELD; held++) {
+                    float4 &here = state[column][held];
+                    here.x = fmaf(now[held].x, change, rate.x * here.x);
+                    here.y = fmaf(now[held].y, change, rate.x * here.y);
+                    here.z = fmaf(now[held].z, change, rate.x * here.z);
+                    here.w = fmaf(now[held].w, change, rate.x * here.w);
+                }
+            }
+            if (from + token > 0) answer(from + token - 1, told);
+#pragma unroll
+            for (int held = 0; held < HELD; held++) query[held] = asked[buffer][token][held * SPLIT + part];
+            if (from + token + 1 == settled) keep(matrices + matrix);
+            if (from + token + 1 == saved) keep(snapshots + snapshot);
+        }
+        __syncthreads();
+    }
+    if (count > 0) {
+        float told[COLUMNS];
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column++) {
+            Sum of_query;
+#pragma unroll
+            for (int held = 0; held < HELD; held++) of_query.add(query[held], state[column][held]);
+            told[column] = over_threads(of_query.total());
+        }
+        answer(count - 1, told);
+    }
+    // Padding stands in front of a row's tokens and behind them.
+    const long long begins = start + row * queries, own_first = numbers[9 * rows + row];
+    const long long own_end = numbers[10 * rows + row];
+    Number *padding = read + (begins * VALUES + head) * VALUE_DIM + first_column;
+    for (long long at = 0; at < queries; at++) {
+        if (at == place + own_first - begins) at = place + own_end - begins;
+        if (at < queries && thread < WIDTH) padding[at * (VALUES * VALUE_DIM) + thread] = narrow(0.f);
+    }
+}

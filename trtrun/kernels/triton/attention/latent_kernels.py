@@ -1,0 +1,153 @@
+"""Attention over latents as Triton kernels: what is rotated is turned and written to the store, then a tile of queries
+goes through a row's latents, share by share, each step by step.
+
+A latent is loaded once for all heads of a tile, as key and as value. It knows a store's layer, positions and shares. It
+does not know who deals out tiles and shares (latent_attention.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trtrun.kernels.triton.attention.attend_kernel import deal_shares, read_positions
+from trtrun.kernels.triton.attention.attention_steps import find_slots, merge, weigh
+from trtrun.kernels.triton.attention.paged_store import find_slot
+from trtrun.kernels.triton.early_launch import begin
+
+_EVERYTHING = tl.constexpr(1 << 30)
+"""The window of a layer that has none."""
+
+# Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them.
+_VARYING = ["places", "queries", "position_row", "position_query", "table_row"]
+
+
+@triton.jit
+def _turned(start, cosine, sine, place, element, known, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The numbers that begin at `start` [heads, 1], turned by the angles of a place; see `paged_store._rotated`."""
+    other = (element + TURNED // 2) % TURNED
+    if INTERLEAVED:  # the numbers i and i + TURNED / 2 of what comes out are 2 * i and 2 * i + 1 of the files
+        of_own = element % (TURNED // 2) * 2 + element // (TURNED // 2)
+        of_other = other % (TURNED // 2) * 2 + other // (TURNED // 2)
+    else:
+        of_own, of_other = element, other
+    kind = start.dtype.element_ty
+    own = tl.load(start + of_own, mask=known, other=0.0).to(tl.float32)
+    partner = tl.load(start + of_other, mask=known, other=0.0).to(tl.float32)
+    is_number, of_place = element < TURNED, place * TURNED + element
+    straight = tl.load(cosine + of_place, mask=is_number, other=0.0).to(tl.float32)
+    crossed = tl.load(sine + of_place, mask=is_number, other=0.0).to(tl.float32)
+    nothing = tl.zeros_like(own)
+    straight = tl.fma(own, tl.broadcast_to(straight, own.shape), nothing)
+    crossed = tl.fma(partner, tl.broadcast_to(crossed, own.shape), nothing)
+    return (straight.to(kind).to(tl.float32) + crossed.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["positions", "tables"])
+def write_kernel(
+    query, latent, key, cosine, sine, positions, tables, store, turned,
+    query_token, query_head, latent_token, key_token, position_row, position_query, table_row, places, queries, heads,
+    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TURNED: tl.constexpr,
+    TURNED_PADDED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Queries of HEADS heads of one place, or behind all heads what is kept of it."""
+    begin(EARLY)
+    place = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, TURNED_PADDED)[None, :]
+    if tl.program_id(1) * HEADS < heads:
+        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+        known = (head < heads) & (element < TURNED)
+        of_query = query + place * query_token + head * query_head
+        turned_query = _turned(of_query, cosine, sine, place, element, known, TURNED, INTERLEAVED)
+        tl.store(turned + (place * heads + head) * TURNED + element, turned_query, mask=known)
+    else:
+        block, within = find_slot(
+            positions, tables, place, place < places, queries, 1, 0, position_row, position_query, table_row, BLOCK_SIZE
+        )
+        target = store + (block * BLOCK_SIZE + within) * (RANK + TURNED)
+        of_key = key + place * key_token + tl.zeros((1, 1), tl.int64)
+        turned_key = _turned(of_key, cosine, sine, place, element, element < TURNED, TURNED, INTERLEAVED)
+        tl.store(target + RANK + element, turned_key, mask=element < TURNED)
+        number = tl.arange(0, RANK_PADDED)
+        kept = tl.load(latent + place * latent_token + number, mask=number < RANK, other=0.0)
+        tl.store(target + number, kept, mask=number < RANK)
+
+
+@triton.jit
+def _step(
+    peak, total, gathered, query, turned, own, first_own, last, first, stop, store, table, scale, number, part,
+    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The latents from `first` on, before `stop`, put to what came before them in their share."""
+    at = first + tl.arange(0, KEYS)
+    known = at < stop
+    base = store + find_slots(table, first, at, known, 0, 1, BLOCK_SIZE, KEYS).to(tl.int64) * (RANK + TURNED)
+    latents = tl.load(base[:, None] + number[None, :], mask=known[:, None] & (number < RANK)[None, :], other=0.0)
+    keys = tl.load(base[None, :] + RANK + part[:, None], mask=known[None, :] & (part < TURNED)[:, None], other=0.0)
+    scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
+    scores = tl.dot(turned, keys, scores, input_precision=PRECISION)
+    peak, total, weights, fade = weigh(
+        scores, peak, total, own, first_own, last, at, first, _EVERYTHING, scale, KEYS, None
+    )
+    gathered = tl.dot(weights.to(latents.dtype), latents, gathered * fade[:, None], input_precision=PRECISION)
+    return peak, total, gathered
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"], do_not_specialize_on_alignment=["tables", "positions"])
+def attend_latents_kernel(
+    query, turned, store, tables, positions, output, partial_sum, partial_peak, partial_output, scale,
+    position_row, position_query, table_row, queries, heads, shares, tiles,
+    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr,
+    TURNED: tl.constexpr, TURNED_PADDED: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr,
+    IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one row, heads counted, over some shares of the row's context, or all, one by one."""
+    begin(EARLY)
+    # The last tile of a prompt sees most keys: it begins first.
+    row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
+    place = tl.arange(0, TILE) + tl.program_id(1) % tiles * TILE
+    index, head = place // heads, place % heads
+    real = index < queries
+    own, first_own, last = read_positions(positions + row * position_row + index * position_query, real)
+    stop = last + 1
+    first_share, end_share = deal_shares(0, stop, tl.program_id(1) // tiles, tl.num_programs(1) // tiles, SHARE)
+    begin_at, end_at = first_share * SHARE, tl.minimum(stop, end_share * SHARE)
+    if begin_at >= end_at:
+        return
+    result = (row * queries + index).to(tl.int64) * heads + head
+    number, part = tl.arange(0, RANK_PADDED), tl.arange(0, TURNED_PADDED)
+    mask = real[:, None] & (number < RANK)[None, :]
+    of_query = tl.load(query + result[:, None] * RANK + number[None, :], mask=mask, other=0.0)
+    of_turned = tl.load(
+        turned + result[:, None] * TURNED + part[None, :], mask=real[:, None] & (part < TURNED)[None, :], other=0.0
+    )
+    table = tables + row * table_row
+    peak, total = tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32)
+    gathered = tl.zeros([TILE, RANK_PADDED], tl.float32)
+    all_peak, all_total, all_gathered = peak, total, gathered
+    for first in range(begin_at, end_at, KEYS):
+        if (first % SHARE == 0) & (first > begin_at):  # a share is done
+            if IS_SPLIT:
+                slot = result * shares + (first // SHARE - 1)
+                tl.store(partial_peak + slot, peak, mask=real)
+                tl.store(partial_sum + slot, total, mask=real)
+                tl.store(partial_output + slot[:, None] * RANK + number[None, :], gathered, mask=mask)
+            else:
+                all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
+                all_gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
+            peak, total = tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32)
+            gathered = tl.zeros([TILE, RANK_PADDED], tl.float32)
+        peak, total, gathered = _step(
+            peak, total, gathered, of_query, of_turned, own, first_own, last, first, stop, store, table, scale, number,
+            part, BLOCK_SIZE, RANK, TURNED, KEYS, PRECISION,
+        )  # fmt: skip
+    if IS_SPLIT:
+        slot = result * shares + (end_at - 1) // SHARE
+        tl.store(partial_peak + slot, peak, mask=real)
+        tl.store(partial_sum + slot, total, mask=real)
+        tl.store(partial_output + slot[:, None] * RANK + number[None, :], gathered, mask=mask)
+    else:
+        all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
+        all_gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
+        made = all_gathered / tl.where(all_total == 0.0, 1.0, all_total)[:, None]
+        tl.store(output + result[:, None] * RANK + number[None, :], made.to(output.dtype.element_ty), mask=mask)
