@@ -136,6 +136,11 @@ def describe_summary(summary: Mapping[str, Any]) -> str:
         parts.append("no perplexity: there were no texts to measure on (--held-out FILE.jsonl, or --calibration)")
     if "perplexity_with_rounded_activations" in summary:
         parts.append(f"{summary['perplexity_with_rounded_activations']} where activations are rounded, too")
+    if "rounded_to_nearest" in summary:
+        parts.append(
+            f"{summary['rounded_to_nearest']} experts saw too few tokens and are rounded to nearest (the report names "
+            "them): more --samples help"
+        )
     return ", ".join(parts)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from checkpoints import make_checkpoint, save_weights
+from family_checkpoints import write_family
 from quantized_writers import (
     Tensors,
     Writer,
@@ -85,6 +86,24 @@ def _write_pair(path: Path, made: Format, seed: int, overrides: Mapping[str, Any
     stored_path = make_checkpoint(path / "stored", seed=seed, **{**SHAPES, **overrides})
     store_in_format(dense_path, stored_path, made, seed)
     return stored_path, dense_path
+
+
+MIXTURE_SHAPES: dict[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 512,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+}
+
+
+def make_mixture_pair(path: Path, family: str, name: str) -> tuple[Path, Path]:
+    """The same of a family with experts (family_checkpoints.py)."""
+    dense, stored = write_family(path / "dense", family, **MIXTURE_SHAPES), path / "stored"
+    shutil.copytree(dense, stored)
+    store_in_format(dense, stored, FORMATS[name])
+    return stored, dense
 
 
 def store_in_format(dense_path: Path, stored_path: Path, made: Format, seed: int = 0) -> None:

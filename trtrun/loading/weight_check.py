@@ -7,21 +7,25 @@ will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It r
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trtrun.configuration.engine_directory import read_engine
 from trtrun.configuration.engine_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
-from trtrun.linear.stored.layout import StoredLinear
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
 from trtrun.models.experts_plan import find_experts
 from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import HeldWeight, Share, WeightFiles
+
+_EXPERT = re.compile(r"(.*)\.\d+\.(.*?)")
+"""Names of experts' matrices: of the layer's, the expert's number, and the matrix's."""
 
 
 def held_weights(config: ModelConfig, share: Share, default: Quantization) -> list[tuple[HeldWeight, Quantization]]:
@@ -107,20 +111,29 @@ def check_forms(
     """`check_split` of some weights, and how they are held; returns them."""
     for weight, held in weights:
         held.stored(weight)
-        if weight.use == "expert" and device_type != "cpu" and not _is_held_on_gpus(weight, held):
+        if weight.use == "expert" and device_type != "cpu" and not held.fits_experts:
             raise ConfigError(
-                "experts are held as they are on GPUs: leave quantization out, and take a plain checkpoint"
+                "experts are not held so on these GPUs, whose matrix units do not multiply E4M3 (those of compute "
+                "capability 8.9, and from 9.0 on, do): set quantization to none"
             )
+    if device_type != "cpu":
+        _check_alike(weights)
     for held in dict.fromkeys(held for _, held in weights):
         held.check(dtype, device_type)
     return weights
 
 
-def _is_held_on_gpus(weight: HeldWeight, held: Quantization) -> bool:
-    """Whether experts on GPUs may be held so: dense, or in MXFP4."""
-    if isinstance(held, StoredLinear):
-        return all(held.layout.codes(part) in (None, "mxfp4") for part in weight.parts)
-    return held == QUANTIZATIONS.get("none")
+def _check_alike(weights: Sequence[tuple[HeldWeight, Quantization]]) -> None:
+    """Raise CheckpointError where a matrix is not held alike in all experts of a layer, which are multiplied with
+    together."""
+    known: dict[tuple[str | Any, ...], Quantization] = {}
+    for weight, held in weights:
+        found = _EXPERT.fullmatch(weight.parts[0].name) if weight.use == "expert" else None
+        if found is not None and known.setdefault(found.groups(), held) != held:
+            raise CheckpointError(
+                f"{weight.parts[0].name} is not stored as other experts of its layer are, which GPUs do not hold: use "
+                "CPU slots"
+            )
 
 
 def held_heads(plan: HeadsPlan, share: Share) -> list[tuple[HeldWeight, Quantization]]:
@@ -178,8 +191,6 @@ def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quant
             f"quantization {name} is for plain weights, and those of this model are quantized already "
             f"({config.quant_method}): leave it out"
         )
-    if default is not QUANTIZATIONS.get("none") and any(weight.stored is not None for weight in config.weights):
-        raise ConfigError(f"quantization {name} is not for experts that files have in one tensor: leave it out")
     if for_target and not all(config.quantization_of(weight, default).fits_targets for weight in config.weights):
         raise ConfigError("weights that are stored so are for drafts alone, as rows depend on their company")
     return default

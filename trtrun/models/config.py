@@ -25,6 +25,7 @@ from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
+from trtrun.linear.quantization.quantizations import Rounded
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.experts_plan import cut_by_experts
 from trtrun.models.installed_families import find_family
@@ -219,7 +220,8 @@ class ModelConfig(ModelShape):
         if weight.use in ("plain", "float32"):
             return QUANTIZATIONS.get("none")
         if weight.stored is not None:
-            return weight.stored
+            is_plain = self.quant_method is None and default is not QUANTIZATIONS.get("none")
+            return Rounded(weight.stored, default) if is_plain else weight.stored
         if weight.use == "head" and self.tie_word_embeddings:
             return of_head(default)  # an embedding, which no checkpoint quantizes
         held = {part.name: self.stored(part.name) if self.stored is not None else None for part in weight.parts}

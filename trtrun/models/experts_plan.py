@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
-    from trtrun.kernels.torch.experts import Choice, Experts
+    from trtrun.kernels.torch.experts import Choice, ExpertCodes, Experts
     from trtrun.layers.experts import ExpertsMLP, SharedExpert
     from trtrun.weights.weight_reader import WeightReader
 
@@ -257,7 +257,7 @@ class ExpertsPlan:
 
     def _build_experts(self, reader: WeightReader) -> Experts:
         from trtrun.kernels.chooser import operations_of
-        from trtrun.kernels.torch.experts import ExpertWeights
+        from trtrun.kernels.torch.experts import ExpertCodes, ExpertWeights
 
         operations, numbers = operations_of(reader.device.type), self.experts.held(reader.share)
         gate_up_bias, down_bias = self._read_biases(reader)
@@ -269,19 +269,19 @@ class ExpertsPlan:
             activate = partial(operations.activate_and_multiply, activation=self.activation, limit=self.limit)
             return operations.host_experts(gate_up, down, activate)
 
-        def together(weights: Iterator[Weight]) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """All experts' weights, or codes and scales."""
-            held: dict[str, torch.Tensor] = {}
+        def together(weights: Iterator[Weight]) -> torch.Tensor | ExpertCodes:
+            """All experts' weights, or codes."""
+            tensors: dict[str, torch.Tensor] = {}
             for place, weight in enumerate(weights):
+                held, (features, inputs) = reader.held(weight), weight.cut(reader.share).shape
                 for name, part in reader.expert(weight).items():
-                    if name not in held:
-                        held[name] = part.new_empty((len(numbers), *part.shape))
-                    held[name][place].copy_(part)
-            return (held["weight"], None) if "weight" in held else (held["codes"], held["scales"])
+                    if name not in tensors:
+                        tensors[name] = part.new_empty((len(numbers), *part.shape))
+                    tensors[name][place].copy_(part)
+            return tensors.get("weight", ExpertCodes(tensors, features, inputs, held.rounds_activations))
 
-        gates, gate_scales = together(map(self.gate_up, numbers))
-        outputs, output_scales = together(map(self.down, numbers))
-        weights = ExpertWeights(gates, outputs, gate_up_bias, down_bias, gate_scales, output_scales)
+        gates, outputs = together(map(self.gate_up, numbers)), together(map(self.down, numbers))
+        weights = ExpertWeights(gates, outputs, gate_up_bias, down_bias)
         return operations.experts(weights, self.activation, self.limit)
 
     def _read_biases(self, reader: WeightReader) -> tuple[torch.Tensor | None, torch.Tensor | None]:

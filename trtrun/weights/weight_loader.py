@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -244,6 +244,9 @@ class _LayerSource:
 
     def dense(self) -> torch.Tensor:
         return self.loader.dense(self.weight, self.quantization) if self.present is None else self.present
+
+    def with_dense(self, dense: torch.Tensor) -> _LayerSource:
+        return replace(self, present=dense)
 
     @property
     def is_dummy(self) -> bool:

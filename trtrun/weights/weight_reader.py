@@ -19,7 +19,7 @@ from trtrun.layers.decoder_layer import RowParallelLinear
 from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.linear.layer import AdaptedLayers, Linear
 from trtrun.linear.quantization import QUANTIZATIONS
-from trtrun.linear.quantization.base import Tensors
+from trtrun.linear.quantization.base import Quantization, Tensors
 from trtrun.weights.weight import Axis, Weight
 from trtrun.weights.weight_loader import WeightLoader
 
@@ -153,9 +153,13 @@ class WeightReader:
         return self._loader.load(weight)["weight"]
 
     def expert(self, weight: Weight) -> Tensors:
-        """Read `weight` [out, in] on to the device as ranks hold it there: dense in the model's dtype, "weight", or as
-        codes of 4 bits (`Mxfp4`); errors as of `tensor`. On CPUs the next weight may overwrite it."""
+        """Read `weight` [out, in] on to the device as ranks hold it there: dense in the model's dtype, "weight", or in
+        codes; errors as of `tensor`. On CPUs the next weight may overwrite it."""
         return self._loader.load(weight)
+
+    def held(self, weight: Weight) -> Quantization:
+        """How a weight is held."""
+        return self._loader.held(weight)
 
     def tensor(self, weight: Weight) -> torch.Tensor:
         """Read `weight` on to the device in the model's dtype, or in float32 where that is its use.

@@ -19,7 +19,7 @@ from scripts.bench.gpu_bench.kinds_parts import play_adapters, play_budgets, pla
 from scripts.bench.gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
 from scripts.bench.gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
 from scripts.bench.gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
-from scripts.bench.gpu_bench.quantized_parts import play_quantized, play_quantized_kv
+from scripts.bench.gpu_bench.quantized_parts import play_expert_layers, play_quantized, play_quantized_kv
 from scripts.bench.gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
 from scripts.bench.gpu_bench.start_parts import PROCESSES, play_engines, play_starts, play_useless_draft
 from scripts.bench.gpu_bench.tables import name_workload
@@ -91,6 +91,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("parallel", about, 170, play_parallel)
     about = "30B-A3B-shaped pair, 128 experts of which a token chooses 8, plain and speculative"
     yield Part("experts", about, 120, play_experts)
+    about = "layers of experts by what they are held in: Qwen3-30B-A3B's and gpt-oss-120b's shapes"
+    yield Part("expert-layers", about, 100, play_expert_layers, options.kind == "cuda")
     for pair in FAMILY_PAIRS:
         yield Part(pair, f"{pair}-shaped pair, plain and speculative", 90, partial(play_family, pair=pair), False)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import needs_hopper
 from norms import difference
 
 from trtrun.kernels.routing import Routing
-from trtrun.kernels.torch.experts import Choice, ExpertWeights, MaskedExperts, choose_experts
-from trtrun.kernels.torch.mxfp4 import quantize_mxfp4
+from trtrun.kernels.torch import fp4, fp8, integers
+from trtrun.kernels.torch.experts import Choice, ExpertCodes, ExpertWeights, choose_experts
 from trtrun.kernels.torch.operations import TorchOperations
-from trtrun.linear.stored.byte_layouts import power_of_two
-from trtrun.linear.stored.forms import Fp4Weight
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 HAS_GPU = torch.cuda.is_available()
@@ -46,15 +45,12 @@ def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int
 
     tokens = 700 if HAS_GPU else 23
     gate_up, down, x, choice = made(shape, tokens)
-    weights, limit = ExpertWeights(gate_up, down), 0.8
+    biases, limit = [None, None], 0.8
     if activation == "clamped_swiglu":
-        biases = (torch.randn(shape[0], size, device=DEVICE).to(DTYPE) for size in (2 * shape[2], shape[1]))
-        weights = ExpertWeights(gate_up, down, *biases)
-    wide = MaskedExperts(
-        ExpertWeights(*(None if tensor is None else tensor.double() for tensor in weights)),  # type: ignore[arg-type]
-        lambda fused: TorchOperations().activate_and_multiply(fused, activation, limit),  # type: ignore[arg-type]
-    )
-    experts = TritonExperts(weights, activation, limit)  # type: ignore[arg-type]
+        biases = [torch.randn(shape[0], size, device=DEVICE).to(DTYPE) for size in (2 * shape[2], shape[1])]
+    doubles = (None if tensor is None else tensor.double() for tensor in (gate_up, down, *biases))
+    wide = TorchOperations().experts(ExpertWeights(*doubles), activation, limit)  # type: ignore[arg-type]
+    experts = TritonExperts((gate_up, down), tuple(biases), activation, limit)  # type: ignore[arg-type]
     whole = experts(x, choice)
     assert difference(whole, wide(x.double(), choice)) < BOUND
     for first, last in ((0, 1), (5, 6), (tokens - 1, tokens), (2, 9), (0, tokens // 2)):
@@ -63,13 +59,42 @@ def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int
     assert experts(x[:0], Choice(choice.experts[:0], choice.shares[:0])).shape == (0, shape[1])
 
 
-def test_experts_of_a_rank_make_what_all_together_do() -> None:
+def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
+    """All experts' codes of weight [experts, out, in]."""
+
+    def one(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        if form.startswith("fp8"):
+            return fp8.quantize_blocks(matrix) if form == "fp8 in blocks" else fp8.quantize(matrix)
+        if form == "int8":
+            return integers.quantize_int8(matrix)
+        if form == "mxfp4":
+            made = fp4.quantize_mxfp4(matrix)
+            return fp4.pack(made["codes"], made["scales"], 1.0, 32)
+        if form == "nvfp4":
+            made = fp4.quantize_nvfp4(matrix)
+            return fp4.pack(made["codes"], made["scales"], made["whole"], 16)
+        return integers.quantize_int4(matrix, int(form.removeprefix("int4 by ")), integers.GROUP)
+
+    held = [one(matrix) for matrix in weight]
+    tensors = {name: torch.stack([it[name] for it in held]) for name in held[0]}
+    return ExpertCodes(tensors, *weight.shape[1:], rounds_activations=form == "fp8")
+
+
+@pytest.mark.parametrize("form", ["plain", "mxfp4"])
+def test_experts_of_a_rank_make_what_all_together_do(form: str) -> None:
     """A rank holds the last three of five, for so many pairs that they are sorted, and so few that they are not."""
+    from trtrun.kernels.triton.coded_experts.coded_experts import CodedExperts
     from trtrun.kernels.triton.experts import TritonExperts
 
-    gate_up, down, x, choice = made((5, 96, 40, 3), 30)
-    whole = TritonExperts(ExpertWeights(gate_up, down), "silu", 1.0)
-    part = TritonExperts(ExpertWeights(gate_up[2:].contiguous(), down[2:].contiguous()), "silu", 1.0)
+    gate_up, down, x, choice = made((5, 96, 32, 3), 30)
+
+    def held(first: int) -> TritonExperts | CodedExperts:
+        own = gate_up[first:].contiguous(), down[first:].contiguous()
+        if form == "plain":
+            return TritonExperts(own, (None, None), "silu", 1.0)
+        return CodedExperts(ExpertWeights(*(codes_of(form, weight) for weight in own)), "silu", 1.0)
+
+    whole, part = held(0), held(2)
     for tokens in (30, 4):
         experts = choice.experts[:tokens]
         own = Choice(torch.where(experts < 2, -1, experts - 2), choice.shares[:tokens])
@@ -77,34 +102,91 @@ def test_experts_of_a_rank_make_what_all_together_do() -> None:
         assert torch.equal(found, whole.make(x[:tokens], Choice(experts, own.shares))[experts >= 2])
 
 
-CODED_SHAPES = [(5, 96, 64, 2), (3, 160, 32, 3), *([(32, 2880, 2880, 4), (128, 2048, 768, 8)] if HAS_GPU else [])]
+FORMS = ["fp8", "fp8 as they are", "fp8 in blocks", "int8", "int4 by 128", "int4 by 32", "mxfp4", "nvfp4"]
+CODED = [(form, (3, 256 if form[:4] == "int4" else 128, 64, 2)) for form in FORMS] + [
+    ("mxfp4", (3, 160, 32, 2)),
+    ("fp8 in blocks", (3, 136, 72, 2)),
+]
+if HAS_GPU:
+    CODED += [(form, shape) for form in FORMS for shape in ((32, 2944, 2944, 4), (128, 2048, 768, 8))]
 
 
-@pytest.mark.parametrize("shape", CODED_SHAPES, ids=str)
-def test_experts_of_4_bits_are_those_of_the_numbers_that_these_stand_for(shape: tuple[int, int, int, int]) -> None:
-    """To the bit, as each is a number of the dtype, in tiles of all sizes; the smallest and largest numbers, too."""
-    from trtrun.kernels.triton.experts import TritonExperts
+@pytest.mark.parametrize(("form", "shape"), CODED, ids=str)
+def test_experts_in_codes_make_what_plain_torch_does_in_any_company(
+    form: str, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With biases, in tiles of all sizes, and where ranks hold one matrix of both dense."""
+    from trtrun.kernels.triton import expert_tiles
+    from trtrun.kernels.triton.coded_experts import coded_experts
 
-    gate_up, down, x, choice = made(shape, 700 if HAS_GPU else 40)
-    gate_up[:, 0, :16] = torch.arange(-8, 8, device=DEVICE) / 2  # all codes; in others the last power is the largest
-    coded = [[quantize_mxfp4(matrix) for matrix in weight] for weight in (gate_up, down)]
-    plain = [
-        torch.stack([Fp4Weight(one["codes"], power_of_two(one["scales"]), 32).dequantize() for one in of_weight])
-        for of_weight in coded
-    ]
-    for weight, widened in zip((gate_up, down), plain, strict=True):
-        assert (weight - widened).abs().max() < 0.3 * weight.abs().max()
-    codes, scales = ([torch.stack([one[name] for one in part]) for part in coded] for name in ("codes", "scales"))
+    if not HAS_GPU:
+        monkeypatch.setattr(expert_tiles, "FEW_PAIRS", 4)
+        monkeypatch.setattr(coded_experts, "_FEW_PAIRS", 4)
+    tokens = 700 if HAS_GPU else 9
+    gate_up, down, x, choice = made(shape, tokens)
+    gate_up[:, 0, :16] = torch.arange(-8, 8, device=DEVICE) / 2  # all codes of 4 bits
     biases = [torch.randn(shape[0], size, device=DEVICE).to(DTYPE) for size in (2 * shape[2], shape[1])]
-    packed = TritonExperts(ExpertWeights(*codes, *biases, *scales), "clamped_swiglu", 7.0)  # type: ignore[arg-type]
-    dense = TritonExperts(ExpertWeights(*(it.to(DTYPE) for it in plain), *biases), "clamped_swiglu", 7.0)  # type: ignore[arg-type]
-    # Ranks may hold one of both dense.
-    gates = TritonExperts(ExpertWeights(codes[0], plain[1].to(DTYPE), *biases, scales[0]), "clamped_swiglu", 7.0)
-    for count in (1, 3, 40, len(x)):
-        part = Choice(choice.experts[:count], choice.shares[:count])
-        expected = dense(x[:count], part)
-        assert torch.equal(packed(x[:count], part), expected), count
-        assert torch.equal(gates(x[:count], part), expected), count
+    coded = [codes_of(form, weight) if weight.shape[2] % 128 == 0 or form[:4] != "int4" else weight
+             for weight in (gate_up, down)]  # fmt: skip
+    mixed = [ExpertWeights(coded[0], down, *biases)] if form in ("fp8", "mxfp4") else []
+    for weights in (ExpertWeights(*coded, *biases), *mixed):
+        activation = "clamped_swiglu" if form == "mxfp4" else "silu"
+        experts = coded_experts.CodedExperts(weights, activation, 7.0)  # type: ignore[arg-type]
+        whole = experts(x, choice)
+        expected = TorchOperations().experts(weights, activation, 7.0)(x, choice)  # type: ignore[arg-type]
+        assert difference(whole, expected.double()) < 2 * BOUND
+        for first, last in ((5, 6), (2, 9), *(((0, 1), (0, 8), (0, 40), (0, tokens // 2)) if HAS_GPU else ())):
+            part = Choice(choice.experts[first:last], choice.shares[first:last])
+            assert torch.equal(experts(x[first:last], part), whole[first:last]), (first, last)
+
+
+def test_the_kernel_in_gluon_is_asked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bits are compared before a graph is captured, once for each kind; E2M1 is for bfloat16."""
+    from trtrun.kernels.triton.coded_experts import suitability
+    from trtrun.kernels.triton.coded_experts.four_bits import tile_rows
+
+    compared, capturing, is_equal = [], [True], [True]
+    monkeypatch.setattr(suitability, "_chosen", {})
+    monkeypatch.setattr(suitability, "is_hopper", lambda device: True)
+    monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2:5]) or is_equal[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    weights = torch.ones(1, 64, 256, device=DEVICE).bfloat16()
+    whole, numbers = codes_of("int4 by 64", weights), codes_of("mxfp4", weights)
+    assert not suitability.streams(numbers, torch.bfloat16, 8, False) and not compared
+    capturing[0] = False
+    assert suitability.streams(numbers, torch.bfloat16, 8, False) and suitability.streams(
+        whole, torch.float16, 8, False
+    )
+    assert not suitability.streams(numbers, torch.float16, 8, False)
+    assert not suitability.streams(whole, torch.bfloat16, 128, False)
+    assert compared == [(8, 32, True), (8, 64, False)]
+    is_equal[0], capturing[0] = False, True
+    assert suitability.streams(numbers, torch.bfloat16, 8, False)
+    capturing[0] = False
+    assert not suitability.streams(numbers, torch.bfloat16, 128, False)
+    assert [tile_rows(pairs, 128) for pairs in (4, 384, 385, 2000, 8000, 20000)] == [8, 8, 16, 32, 64, 128]
+
+
+@needs_hopper
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("form", ["int4 by 128", "int4 by 64", "int4 by 32", "mxfp4", "nvfp4"])
+def test_the_kernel_in_gluon_has_the_bits_of_the_general_one(form: str, has_bias: bool) -> None:
+    """In tiles of all heights, and through many programs at once; it is the one that is taken."""
+    from trtrun.kernels.triton.coded_experts.four_bits import FEWEST_ROWS, general_product
+    from trtrun.kernels.triton.coded_experts.four_bits_stream import streamed_product
+    from trtrun.kernels.triton.coded_experts.suitability import streams
+    from trtrun.kernels.triton.expert_tiles import lay_out
+
+    torch.manual_seed(1)
+    inputs = 2944 if form.startswith("int4") else 2880
+    weight = codes_of(form, torch.randn(9, 1000, inputs, device="cuda").to(DTYPE))
+    bias = torch.randn(9, 1000, device="cuda").to(DTYPE) if has_bias else None
+    x, experts = torch.randn(150, inputs, device="cuda").to(DTYPE), torch.randint(0, 9, (150, 2), device="cuda")
+    general = general_product(x, weight, bias, lay_out(experts, 9, FEWEST_ROWS), 300, 2)
+    for rows in (8, 16, 32, 64, *(() if form.startswith("int4") else (128,))):
+        assert streams(weight, DTYPE, rows, has_bias), rows
+        for _ in range(3):
+            assert torch.equal(streamed_product(x, weight, bias, lay_out(experts, 9, rows), 300, 2), general), rows
 
 
 @pytest.mark.parametrize("renormalises", [True, False])

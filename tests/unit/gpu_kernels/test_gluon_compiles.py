@@ -32,7 +32,10 @@ from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses
 from trtrun.kernels.triton.fused import empty_rows
 from trtrun.kernels.triton.fp8_stream import block_product, product
 from trtrun.kernels.triton.int4_stream import product as int4_product
+from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.triton.attention import prompt_attention
+from trtrun.kernels.triton.coded_experts import four_bits_stream
+from trtrun.kernels.triton.expert_tiles import ExpertTiles
 
 early_launch._options = lambda device: {"EARLY": True, "launch_pdl": True}
 for module in (block_product, product, int4_product, prompt_attention):
@@ -49,6 +52,14 @@ def four_bits():
     for height in (8, 64):
         multiply(torch.zeros((height, 1024), dtype=torch.bfloat16), height)
 
+def experts():
+    words, scales = torch.zeros((2, 1, 2, 32, 32), dtype=torch.int32), torch.zeros((2, 1, 2, 2, 32), dtype=torch.int32)
+    blocks, factor = torch.zeros((2, 1, 2, 64, 4), dtype=torch.uint8), torch.ones((2, 64))
+    for rows, more in ((8, {"blocks": blocks, "factor": factor}), (64, {"scales": scales})):
+        weight = ExpertCodes({"words": words, **more}, 64, 256)
+        tiles = ExpertTiles(torch.zeros(rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        four_bits_stream.streamed_product(torch.zeros((3, 256), dtype=torch.bfloat16), weight, None, tiles, 3, 1)
+
 def prompts():
     query = torch.zeros((64, 8, 64), dtype=torch.bfloat16)
     store = torch.zeros((2, 8, 2, 16, 64), dtype=torch.bfloat16)
@@ -59,6 +70,7 @@ asked: list[Any] = []
 with collecting(asked.append):
     fp8()
     four_bits()
+    experts()
     prompts()
 processes = CompileProcesses(1)
 for kernel in asked:
@@ -66,8 +78,9 @@ for kernel in asked:
 print(json.dumps([[kernel.name for kernel in asked], processes.wait()]))
 processes.close()
 """
-KERNELS = ["_stream_kernel", "_stream_blocks_kernel", "_stream_kernel", "_stream_kernel", "_prompt_kernel"]
-"""Products of E4M3, by row and in blocks, two of 4 bits, and attention of prompts."""
+OF_EXPERTS = ["_product_kernel"] * 2
+KERNELS = ["_stream_kernel", "_stream_blocks_kernel", "_stream_kernel", "_stream_kernel", *OF_EXPERTS, "_prompt_kernel"]
+"""Products of E4M3, by row and in blocks, two of 4 bits, those of experts, and attention of prompts."""
 
 
 def test_all_kernels_compile(tmp_path: Path) -> None:

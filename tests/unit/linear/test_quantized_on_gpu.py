@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gpus import needs_gpu
 from pipelines import make_llm, noisy_copy, prompt_of, tokens_of
-from quantized_checkpoints import make_pair
+from quantized_checkpoints import make_mixture_pair, make_pair
 
 from trtrun import SamplingParams
 
@@ -17,20 +17,25 @@ GPU = (("cuda:0",), ("cuda:0",))
 
 @needs_gpu
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "family"),
     [
-        ("compressed-tensors W4A16", "bfloat16"),
-        ("compressed-tensors W4A16", "float16"),
-        ("compressed-tensors W4A16 with zero points", "bfloat16"),
-        ("awq", "float16"),
-        ("gptq", "bfloat16"),
-        ("fp8 block", "bfloat16"),
-        ("compressed-tensors FP8 block", "float16"),
+        ("fp8 block", "bfloat16", "qwen3_moe"),
+        ("compressed-tensors FP8 dynamic", "bfloat16", "mixtral"),
+        ("awq", "bfloat16", "qwen3_moe"),
+        ("compressed-tensors MXFP4", "bfloat16", "mixtral"),
+        ("compressed-tensors NVFP4", "bfloat16", "qwen3_moe"),
+        ("compressed-tensors W4A16", "bfloat16", None),
+        ("compressed-tensors W4A16", "float16", None),
+        ("compressed-tensors W4A16 with zero points", "bfloat16", None),
+        ("awq", "float16", None),
+        ("gptq", "bfloat16", None),
+        ("fp8 block", "bfloat16", None),
+        ("compressed-tensors FP8 block", "float16", None),
     ],
 )
-def test_texts_are_plain_decodings(tmp_path: Path, name: str, dtype: str) -> None:
-    """In chunks, with reuse, and with fewer blocks than the rows want, so that some are preempted."""
-    stored, dense = make_pair(tmp_path, name)
+def test_texts_are_plain_decodings(tmp_path: Path, name: str, dtype: str, family: str | None) -> None:
+    """Of mixtures, too; in chunks, with reuse, and with fewer blocks than the rows want, so that some are preempted."""
+    stored, dense = make_pair(tmp_path, name) if family is None else make_mixture_pair(tmp_path, family, name)
     draft = noisy_copy(tmp_path / "draft", dense, 0.05)
     prompts = [prompt_of(5 + 37 * (row % 5), seed=row % 50) for row in range(64)]
     sampling = [

@@ -19,11 +19,13 @@ from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kernels.arguments import SWIGLU_SLOPE
 from trtrun.layers.rope import RopeConfig
-from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.linear.quantization import QUANTIZATIONS, quantizations
 from trtrun.loading.stored_report import describe_stored
 from trtrun.loading.weight_check import check_split, choose_default
 from trtrun.models.config import read_model_config
+from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import Share
+from trtrun.weights.weight_loader import CheckpointLoader
 
 PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 """As the released models have it."""
@@ -203,12 +205,29 @@ def test_matrices_of_others_in_mxfp4_are_refused(tmp_path: Path) -> None:
         PagedModel(path)
 
 
-def test_experts_in_one_tensor_are_dense_on_gpus_and_not_quantized(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_rounded_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like those of their own, and held so on GPUs; what is quantized already is not."""
     stored, plain = write_pair(tmp_path)
     for path in (stored, plain):
         config = read_model_config(path)
         assert check_split(config, Share(0, 2), "bfloat16", "cuda", QUANTIZATIONS.get("none"))
-    with pytest.raises(ConfigError, match="quantization fp8 is not for experts that files have in one tensor"):
-        choose_default(read_model_config(plain), "fp8", for_target=True)
+    default, config = choose_default(read_model_config(plain), "fp8", for_target=True), read_model_config(plain)
+    held = dict(check_split(config, Share(0, 2), "bfloat16", "cuda", default))
+    assert {it.fits_experts for weight, it in held.items() if weight.use == "expert"} == {True}
+    dense, rounded = (
+        CheckpointLoader(
+            open_checkpoint(plain), Share(0, 2), torch.device("cpu"), torch.bfloat16,
+            lambda weight, own=own: config.quantization_of(weight, own), 1, None,
+        )
+        for own in (QUANTIZATIONS.get("none"), default)
+    )  # fmt: skip
+    for weight in (weight for weight in config.weights if weight.use == "expert"):
+        codes, expected = rounded.load(weight), dense.load(weight)["weight"].float()
+        assert 0 < (codes["codes"].float() * codes["scale"].unsqueeze(1) - expected).norm() < 0.04 * expected.norm()
+    assert PagedModel(plain, torch.bfloat16, 2, quantization="fp8").forward(BATCH).isfinite().all()
     with pytest.raises(ConfigError, match=r"those of this model are quantized already \(mxfp4\)"):
         choose_default(read_model_config(stored), "fp8", for_target=True)
+    monkeypatch.setattr(quantizations, "has_fp8_products", lambda device_type: False)
+    with pytest.raises(ConfigError, match="experts are not held so on these GPUs, whose matrix units do not multiply"):
+        check_split(config, Share(0, 1), "bfloat16", "cuda", default)
+    assert check_split(config, Share(0, 1), "bfloat16", "cuda", QUANTIZATIONS.get("int8"))

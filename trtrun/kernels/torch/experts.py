@@ -8,33 +8,47 @@ how ranks share features or experts out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 from typing_extensions import override
 
 from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
+
+
+class ExpertCodes(NamedTuple):
+    """One matrix of all experts of a layer that is held in codes of 8 or 4 bits, contiguous.
+
+    Attributes:
+        tensors: with an axis of experts in front. Of 8 bits "codes" [experts, out, in], E4M3 or int8, and "scale"
+            [experts, out] or, of E4M3 in blocks of 128 by 128, "block_scale"; of 4 bits "words" with "scales"
+            (integers.py), or with "blocks" and "factor" (fp4.py).
+        features: of the matrix, `out`.
+        inputs: of the matrix, `in`.
+        rounds_activations: whether rows are rounded to E4M3, too: in blocks they always are.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    features: int
+    inputs: int
+    rounds_activations: bool = False
 
 
 class ExpertWeights(NamedTuple):
     """Weights of all experts of a layer on one device, contiguous.
 
     Attributes:
-        gate_up: [experts, 2 * features, hidden]: rows of gates, then of factors; or two of their numbers a byte.
-        down: [experts, hidden, features], or likewise.
+        gate_up: [experts, 2 * features, hidden]: rows of gates, then of factors; or codes of these.
+        down: [experts, hidden, features]; or codes of these.
         gate_up_bias: [experts, 2 * features]; None without.
         down_bias: [experts, hidden]; None without.
-        gate_up_scales, down_scales: of both in MXFP4 (kernels/torch/mxfp4.py); None where they are dense.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | ExpertCodes
+    down: torch.Tensor | ExpertCodes
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    gate_up_scales: torch.Tensor | None = None
-    down_scales: torch.Tensor | None = None
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -191,20 +205,22 @@ class MaskedExperts(Experts):
     nothing better for a dtype.
 
     Args:
-        weights: of all experts.
+        gate_up, down: the products of each expert.
         activate: gates and factors [rows, 2 * features] → [rows, features].
     """
 
-    def __init__(self, weights: ExpertWeights, activate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._weights, self._activate = weights, activate
+    def __init__(
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        activate: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._gate_up, self._down, self._activate = gate_up, down, activate
 
     @override
     def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         made = x.new_zeros((*choice.experts.shape, x.shape[1]))
-        gate_up, down, gate_up_bias, down_bias, *_ = self._weights
-        for expert in range(len(gate_up)):
-            gated = functional.linear(x, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-            of_down = None if down_bias is None else down_bias[expert]
-            result = functional.linear(self._activate(gated), down[expert], of_down)
+        for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
+            result = down(self._activate(gate_up(x)))
             made = torch.where((choice.experts == expert).unsqueeze(2), result.unsqueeze(1), made)
         return made

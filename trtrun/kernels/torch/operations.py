@@ -17,7 +17,15 @@ from torch.nn import functional
 from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
-from trtrun.kernels.torch.experts import Experts, ExpertWeights, HostExperts, MaskedExperts, choose_experts
+from trtrun.kernels.torch.experts import (
+    ExpertCodes,
+    Experts,
+    ExpertWeights,
+    HostExperts,
+    MaskedExperts,
+    choose_experts,
+)
+from trtrun.kernels.torch.fp4 import TorchExpertMatmul
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
@@ -159,7 +167,28 @@ class TorchOperations:
 
     def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:
         """What experts make of the tokens that chose them; the limit as in `activate_and_multiply`."""
-        return MaskedExperts(weights, partial(self.activate_and_multiply, activation=activation, limit=limit))
+        activate = partial(self.activate_and_multiply, activation=activation, limit=limit)
+        gate_up = self._expert_products(weights.gate_up, weights.gate_up_bias)
+        return MaskedExperts(gate_up, self._expert_products(weights.down, weights.down_bias), activate)
+
+    def _expert_products(self, weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None) -> list[Product]:
+        """The product of each expert."""
+        tensors = weight.tensors if isinstance(weight, ExpertCodes) else {"weight": weight}
+        products: list[Product] = []
+        for expert in range(len(next(iter(tensors.values())))):
+            own, added = {name: it[expert] for name, it in tensors.items()}, None if bias is None else bias[expert]
+            if not isinstance(weight, ExpertCodes):
+                products.append(partial(functional.linear, weight=own["weight"], bias=added))
+            elif own.get("codes") is not None and own["codes"].dtype is torch.int8:
+                products.append(self.int8_product(own["codes"], own["scale"], added))
+            elif "scale" in own:
+                rounds = weight.rounds_activations
+                products.append(self.fp8_product(own["codes"], own["scale"], added, rounds_activations=rounds))
+            elif "block_scale" in own:
+                products.append(self.fp8_block_product(own["codes"], own["block_scale"], added))
+            else:
+                products.append(TorchExpertMatmul(own, weight.features, weight.inputs, added))
+        return products
 
     def add_gated(self, output: torch.Tensor, result: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """output [tokens, size], to which `result` of the same shape is added, times the sigmoids of `logits` [tokens,

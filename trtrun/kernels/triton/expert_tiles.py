@@ -33,6 +33,11 @@ class ExpertTiles(NamedTuple):
     pairs: torch.Tensor
     experts: torch.Tensor
 
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return len(self.pairs) // len(self.experts)
+
 
 @triton.jit
 def _lay_out_kernel(
@@ -81,12 +86,12 @@ def _apart(num_pairs: int, rows: int, device: torch.device) -> torch.Tensor:
     return pairs.flatten()
 
 
-def lay_out(experts: torch.Tensor, num_experts: int, rows: int) -> ExpertTiles:
+def lay_out(experts: torch.Tensor, num_experts: int, rows: int, few: int | None = None) -> ExpertTiles:
     """Sort pairs into tiles of so many rows, a power of two: experts [tokens, chosen] int64, contiguous; pairs of -1
-    are in no tile."""
+    are in no tile. Up to `few` pairs have a tile each, FEW_PAIRS where it is not said."""
     flat, device = experts.flatten(), experts.device
     num_pairs = len(flat)
-    if num_pairs <= FEW_PAIRS:
+    if num_pairs <= (FEW_PAIRS if few is None else few):
         return ExpertTiles(_apart(num_pairs, rows, device), flat)
     num_tiles = -(-num_pairs // rows) + min(num_experts, num_pairs)
     pairs = torch.empty(num_tiles * rows, dtype=torch.int64, device=device)

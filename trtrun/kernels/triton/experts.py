@@ -1,4 +1,5 @@
-"""Experts on CUDA in half precision: which of them a token chooses, and their products, grouped by expert.
+"""Experts on CUDA in half precision: which of them a token chooses, and their products, grouped by expert. Those that
+are held in codes have kernels of their own (coded_experts).
 
 The pairs of a token and an expert that it chose are sorted by expert into tiles of rows; a program multiplies a tile
 with some features of its expert. Each number is one chain of sums over the inputs, whatever stands in the other rows of
@@ -17,16 +18,14 @@ import triton
 import triton.language as tl
 from typing_extensions import override
 
-from trtrun.kernels.arguments import Activation
+from trtrun.kernels.arguments import Activation, Activations, Rounding
 from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
-from trtrun.kernels.torch.experts import Choice, Experts, ExpertWeights
-from trtrun.kernels.torch.mxfp4 import BLOCK
+from trtrun.kernels.torch.experts import Choice, Experts
 from trtrun.kernels.triton.early_launch import begin, early
-from trtrun.kernels.triton.expert_tiles import lay_out
+from trtrun.kernels.triton.expert_tiles import ExpertTiles, lay_out
 from trtrun.kernels.triton.fused import GATES, gated
 
 _NO_ROW = tl.constexpr(-1)
-_BLOCK = tl.constexpr(BLOCK)
 
 
 class _Tile(NamedTuple):
@@ -41,10 +40,6 @@ class _Tile(NamedTuple):
 
 _NARROW, _WIDE, _LARGE = _Tile(16, 32, 256, 4, 3), _Tile(64, 64, 64, 4, 4), _Tile(128, 128, 64, 8, 3)
 """For few rows an expert, which memory bounds, for more, and for prompts."""
-
-_CODED = _Tile(64, 64, 64, 4, 3)
-"""For codes of 4 bits, whatever the rows. With fewer rows Triton takes other instructions, whose operands it deals out
-by the width of codes, so that inputs are added in another order: texts of few rows and of many then differed (H200)."""
 
 
 @triton.jit
@@ -139,60 +134,24 @@ def choose_experts(
 
 
 @triton.jit
-def _numbers_of(nibble):
-    """E2M1 numbers, uint8 below 16, as float32."""
-    half = (nibble & 7).to(tl.int32)
-    # From 1 on they have float32's form with two bits of exponent and one of mantissa; below they are halves.
-    normal = ((half << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    number = tl.where(half < 2, half.to(tl.float32) * 0.5, normal)
-    return tl.where(nibble > 7, -number, number)
-
-
-@triton.jit
-def _widened(
-    weight, scales, row, first, inputs, kind: tl.constexpr,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-):  # fmt: skip
-    """Codes of rows [FEATURES] int64 of all experts' rows as numbers [INPUTS, FEATURES], from an input on."""
-    byte = first // 2 + tl.arange(0, INPUTS // 2)
-    place = weight + row[:, None] * (inputs // 2) + byte[None, :]
-    block = first // _BLOCK + tl.arange(0, INPUTS // _BLOCK)
-    of_block = scales + row[:, None] * (inputs // _BLOCK) + block[None, :]
-    if IS_EVEN:
-        codes = tl.load(place, eviction_policy="evict_first")
-        exponent = tl.load(of_block, eviction_policy="evict_first").to(tl.int32)
-    else:
-        codes = tl.load(place, mask=(byte < inputs // 2)[None, :], other=0, eviction_policy="evict_first")
-        exponent = tl.load(of_block, mask=(block < inputs // _BLOCK)[None, :], other=127).to(tl.int32)
-    power = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
-    numbers = tl.interleave(_numbers_of(codes & 15), _numbers_of(codes >> 4))
-    scaled = tl.reshape(numbers, (FEATURES, INPUTS // _BLOCK, _BLOCK)) * power[:, :, None]
-    return tl.trans(tl.reshape(scaled, (FEATURES, INPUTS)).to(kind))
-
-
-@triton.jit
 def _weights_of(
-    weight, scales, row, first, inputs, kind: tl.constexpr,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, IS_CODED: tl.constexpr,
+    weight, row, first, inputs, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr
 ):  # fmt: skip
     """Weights [INPUTS, FEATURES] of rows [FEATURES] int64 of all experts' rows, from an input on."""
-    if IS_CODED:
-        weights = _widened(weight, scales, row, first, inputs, kind, FEATURES, INPUTS, IS_EVEN)
+    number = first + tl.arange(0, INPUTS)
+    place = weight + row[None, :] * inputs + number[:, None]
+    if IS_EVEN:
+        weights = tl.load(place, eviction_policy="evict_first")
     else:
-        number = first + tl.arange(0, INPUTS)
-        place = weight + row[None, :] * inputs + number[:, None]
-        if IS_EVEN:
-            weights = tl.load(place, eviction_policy="evict_first")
-        else:
-            weights = tl.load(place, mask=(number < inputs)[:, None], other=0.0, eviction_policy="evict_first")
+        weights = tl.load(place, mask=(number < inputs)[:, None], other=0.0, eviction_policy="evict_first")
     return weights
 
 
 @triton.jit
 def _gate_up_kernel(
-    x, weight, scales, bias, output, pairs, experts, features, inputs,
+    x, weight, bias, output, pairs, experts, features, inputs,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    IS_CODED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
     begin(EARLY)
@@ -212,11 +171,8 @@ def _gate_up_kernel(
         number = first + tl.arange(0, INPUTS)
         known = number < inputs
         values = tl.load(token[:, None] + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
-        of_gate = _weights_of(weight, scales, gates, first, inputs, kind, FEATURES, INPUTS, IS_EVEN, IS_CODED)
-        of_factor = _weights_of(
-            weight, scales, gates + features, first, inputs, kind, FEATURES, INPUTS, IS_EVEN, IS_CODED
-        )
-        gate = tl.dot(values, of_gate, gate)
+        gate = tl.dot(values, _weights_of(weight, gates, first, inputs, FEATURES, INPUTS, IS_EVEN), gate)
+        of_factor = _weights_of(weight, gates + features, first, inputs, FEATURES, INPUTS, IS_EVEN)
         factor = tl.dot(values, of_factor, factor)
     if HAS_BIAS:
         of_gates = bias + expert * 2 * features + feature
@@ -228,12 +184,13 @@ def _gate_up_kernel(
 
 
 @triton.jit
-def _down_kernel(
-    x, weight, scales, bias, output, pairs, experts, features, inputs,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, IS_CODED: tl.constexpr,
+def _product_kernel(
+    x, weight, bias, output, pairs, experts, features, inputs,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The product of the pairs of a tile, x [pairs, inputs], with their expert: output [pairs, features]."""
+    """The product of the pairs of a tile with their expert: output [pairs, features]. A row of x has the inputs of
+    CHOSEN pairs, one behind the other."""
     begin(EARLY)
     expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
     if expert < 0:
@@ -248,12 +205,9 @@ def _down_kernel(
         number = first + tl.arange(0, INPUTS)
         known = number < inputs
         values = tl.load(
-            x + pair[:, None] * inputs + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0
+            x + (pair // CHOSEN)[:, None] * inputs + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0
         )
-        weights = _weights_of(
-            weight, scales, row, first, inputs, output.dtype.element_ty, FEATURES, INPUTS, IS_EVEN, IS_CODED
-        )
-        total = tl.dot(values, weights, total)
+        total = tl.dot(values, _weights_of(weight, row, first, inputs, FEATURES, INPUTS, IS_EVEN), total)
     if HAS_BIAS:
         total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
     place = output + pair[:, None] * features + feature[None, :]
@@ -274,48 +228,48 @@ def _add_kernel(made, shares, output, size, CHOSEN: tl.constexpr, BLOCK: tl.cons
     tl.store(output + token * size + element, total.to(output.dtype.element_ty), mask=inside)
 
 
-class TritonExperts(Experts):
-    """Experts with weights of half precision, or of 4 bits.
+_TILES = {tile.rows: tile for tile in (_NARROW, _WIDE, _LARGE)}
+
+
+def tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Rows of a tile for so many pairs."""
+    rows = num_pairs // num_experts
+    return (_NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE).rows
+
+
+class PlainProduct:
+    """The product with one matrix of all experts in half precision.
 
     Args:
-        weights: of all experts.
-        activation: what gates go through.
-        limit: of the activation, where it has one.
+        weight: [experts, features, inputs].
+        bias: [experts, features] or None.
     """
 
-    def __init__(self, weights: ExpertWeights, activation: Activation, limit: float) -> None:
-        self._weights, self._gate, self._limit = weights, GATES[activation], limit
+    rounding: Rounding | None = None
 
-    @override
-    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        x = x.contiguous()
-        (tokens, hidden), num_chosen = x.shape, choice.experts.shape[1]
-        made = x.new_empty((tokens, num_chosen, hidden))
-        if not tokens:
-            return made
-        gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales = self._weights
-        num_experts, features = len(down), gate_up.shape[1] // 2
-        # Ranks whose features are no whole blocks have one of both dense.
-        rows = tokens * num_chosen // (num_experts * self.num_holders)
-        is_coded = gate_up_scales is not None or down_scales is not None
-        tile = _CODED if is_coded else _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
-        pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
-        gates = x.new_empty((tokens * num_chosen, features))
-        sizes = {"ROWS": tile.rows, "FEATURES": tile.features, "INPUTS": tile.inputs}
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **early(x)}
-        _gate_up_kernel[(len(experts), triton.cdiv(features, tile.features))](
-            x, gate_up, x if gate_up_scales is None else gate_up_scales, x if gate_up_bias is None else gate_up_bias,
-            gates, pairs, experts, features, hidden, CHOSEN=num_chosen, IS_EVEN=hidden % tile.inputs == 0,
-            IS_CODED=gate_up_scales is not None, HAS_BIAS=gate_up_bias is not None,
-            GATE=self._gate, LIMIT=self._limit, **sizes, **options,
-        )  # fmt: skip
-        _down_kernel[(len(experts), triton.cdiv(hidden, tile.features))](
-            gates, down, x if down_scales is None else down_scales, x if down_bias is None else down_bias,
-            made, pairs, experts, hidden, features,
-            IS_EVEN=features % tile.inputs == 0, IS_CODED=down_scales is not None, HAS_BIAS=down_bias is not None,
-            **sizes, **options,
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def tile_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
+        """Rows of a tile where there are so many pairs of a dtype."""
+        return tile_rows(num_pairs, len(self._weight))
+
+    def __call__(self, x: Activations, tiles: ExpertTiles, num_pairs: int, each: int) -> torch.Tensor:
+        """x [rows, inputs], of which each has so many pairs → [pairs, features]."""
+        assert isinstance(x, torch.Tensor)
+        _, features, inputs = self._weight.shape
+        tile, made = _TILES[tiles.rows], x.new_empty((num_pairs, features))
+        _product_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
+            x, self._weight, x if self._bias is None else self._bias, made, *tiles, features, inputs,
+            CHOSEN=each, ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs,
+            IS_EVEN=inputs % tile.inputs == 0, HAS_BIAS=self._bias is not None,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
         return made
+
+
+class AddingExperts(Experts):
+    """Experts whose results are added up by a kernel."""
 
     @override
     def add_up(self, made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -327,3 +281,42 @@ class TritonExperts(Experts):
                 made, shares, output, columns, CHOSEN=num_chosen, BLOCK=block, num_warps=4, **early(made)
             )
         return output
+
+
+class TritonExperts(AddingExperts):
+    """Experts with weights of half precision.
+
+    Args:
+        weights: [experts, 2 * features, hidden], and [experts, hidden, features].
+        biases: of both, [experts, 2 * features] and [experts, hidden]; or None.
+        activation: what gates go through.
+        limit: of the activation, where it has one.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        biases: tuple[torch.Tensor | None, torch.Tensor | None],
+        activation: Activation,
+        limit: float,
+    ) -> None:
+        self._gate_up, self._bias, self._down = weights[0], biases[0], PlainProduct(weights[1], biases[1])
+        self._gate, self._limit = GATES[activation], limit
+
+    @override
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        x = x.contiguous()
+        (tokens, hidden), num_chosen = x.shape, choice.experts.shape[1]
+        if not tokens:
+            return x.new_empty((tokens, num_chosen, hidden))
+        num_experts, features, num_pairs = len(self._gate_up), self._gate_up.shape[1] // 2, choice.experts.numel()
+        tile = _TILES[tile_rows(num_pairs, num_experts * self.num_holders)]
+        tiles = lay_out(choice.experts, num_experts, tile.rows)
+        gates = x.new_empty((num_pairs, features))
+        _gate_up_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
+            x, self._gate_up, x if self._bias is None else self._bias, gates, *tiles, features, hidden,
+            CHOSEN=num_chosen, ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs,
+            IS_EVEN=hidden % tile.inputs == 0, HAS_BIAS=self._bias is not None, GATE=self._gate, LIMIT=self._limit,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
+        )  # fmt: skip
+        return self._down(gates, tiles, num_pairs, 1).view(tokens, num_chosen, hidden)

@@ -11,7 +11,7 @@ from typing_extensions import override
 from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
 from trtrun.kernels.cuda.delta_net import CudaRecurrence
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
-from trtrun.kernels.torch.experts import Experts, ExpertWeights
+from trtrun.kernels.torch.experts import ExpertCodes, Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import HeadProducts, Product, TorchOperations
 from trtrun.kernels.triton import experts as expert_kernels
@@ -20,6 +20,7 @@ from trtrun.kernels.triton import row_functions, row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
 from trtrun.kernels.triton.attention.latent_attention import PagedLatents
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
+from trtrun.kernels.triton.coded_experts import coded_experts as expert_codes
 from trtrun.kernels.triton.delta_net.net import TritonDeltaNet
 from trtrun.kernels.triton.matmul.dense import TritonMatmul
 from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
@@ -107,8 +108,13 @@ class TritonOperations(TorchOperations):
 
     @override
     def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:
-        if weights.gate_up.dtype in (torch.bfloat16, torch.float16, torch.uint8):
-            return expert_kernels.TritonExperts(weights, activation, limit)
+        gate_up, down, *_ = weights
+        if isinstance(gate_up, ExpertCodes) or isinstance(down, ExpertCodes):
+            if expert_codes.takes(weights):
+                return expert_codes.CodedExperts(weights, activation, limit)
+        elif gate_up.dtype in (torch.bfloat16, torch.float16):
+            biases = weights.gate_up_bias, weights.down_bias
+            return expert_kernels.TritonExperts((gate_up, down), biases, activation, limit)
         return super().experts(weights, activation, limit)
 
     @override

@@ -69,6 +69,11 @@ class LinearWeight(Protocol):
         ...
 
     @property
+    def use(self) -> str:
+        """What for: "expert" for one of a layer's experts, which devices multiply with together."""
+        ...
+
+    @property
     def parts(self) -> Sequence[TensorSlice]:
         """Slices of the model's matrices [out, in], one behind the other along `out`; zeros follow up to `shape`.
 
@@ -109,6 +114,10 @@ class WeightSource(Protocol):
         Where the quantization does not keep it (`keeps_dense`), it may lie in a buffer that the next layer overwrites
         once this one is made.
         """
+        ...
+
+    def with_dense(self, dense: torch.Tensor) -> WeightSource:
+        """The same, with a dense weight that is read already."""
         ...
 
     @property
@@ -163,6 +172,8 @@ class Quantization(Protocol):
         takes_head: whether the vocabulary head is held so, too. Else it is dense, as with the quantization "none".
         fits_targets: whether a target may be held so: a row's result is bit-equal in any company wherever it is for a
             dense weight, so that verification is exact.
+        fits_experts: whether all of a layer's experts can be multiplied with together on GPUs, where they are held so.
+        rounds_activations: whether products with such weights of experts round rows to E4M3, by token.
     """
 
     @property
@@ -170,6 +181,14 @@ class Quantization(Protocol):
 
     @property
     def fits_targets(self) -> bool: ...
+
+    @property
+    def fits_experts(self) -> bool:
+        return False
+
+    @property
+    def rounds_activations(self) -> bool:
+        return False
 
     def check(self, dtype: str, device_type: str) -> None:
         """Raise ConfigError where activations of a dtype, by name, cannot be multiplied with such weights on a type of

@@ -14,6 +14,7 @@ torch's operations (trtrun.kernels.torch), which are right on any device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -71,8 +72,8 @@ def has_int4_products(device_type: str) -> bool:
 
 
 def has_expert_codes(device_type: str) -> bool:
-    """Whether experts of 4 bits are multiplied with as they are: on GPUs with Triton. Where there is no GPU, as where a
-    plan is made for another host, one like that is meant."""
+    """Whether experts in codes of 4 bits are multiplied as they are: on GPUs with Triton. Where there is no GPU, as
+    where a plan is made for another host, one like that is meant."""
     import torch
 
     from trtrun.kernels.triton.support import triton_works
@@ -90,6 +91,7 @@ class Dense(Quantization):
 
     takes_head = True
     fits_targets = True
+    fits_experts = True
 
     @override
     def check(self, dtype: str, device_type: str) -> None:
@@ -137,6 +139,7 @@ class Coded(Quantization):
 
     takes_head = True
     fits_targets = True
+    rounds_activations = False
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -168,6 +171,7 @@ class Int8(Coded):
     """
 
     fits_targets = False
+    fits_experts = True
 
     @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
@@ -207,11 +211,19 @@ class Int4(Coded):
 
     Args:
         size: inputs of a group.
+        is_expert: whether it is one of a layer's experts, whose words fill fewer inputs up.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, is_expert: bool = False) -> None:
         super().__init__("int4")
-        self._size = size
+        self._size, self._is_expert = size, is_expert
+
+    @property
+    def step(self) -> int:
+        """Inputs that words are filled up to."""
+        from trtrun.kernels.torch.integers import GROUP, STEP
+
+        return GROUP if self._is_expert else STEP
 
     @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
@@ -221,8 +233,8 @@ class Int4(Coded):
 
         features, inputs = weight.shape
         return {
-            "words": TensorSpec(words_shape(features, inputs), torch.int32),
-            "scales": TensorSpec(scales_shape(features, inputs, self._size), torch.int32),
+            "words": TensorSpec(words_shape(features, inputs, self.step), torch.int32),
+            "scales": TensorSpec(scales_shape(features, inputs, self._size, self.step), torch.int32),
         }
 
     @override
@@ -235,7 +247,7 @@ class Int4(Coded):
     def load(self, source: WeightSource) -> Tensors:
         from trtrun.kernels.torch.integers import quantize_int4
 
-        return quantize_int4(source.dense(), self._size)
+        return quantize_int4(source.dense(), self._size, self.step)
 
     @override
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
@@ -246,24 +258,31 @@ class Int4(Coded):
         return operations_of(words.device.type).int4_product(words, tensors["scales"], bias)
 
 
-class Mxfp4(Coded):
-    """Weights of experts of 4 bits with an exponent, activations as they are: "codes" and "scales", both uint8
-    (trtrun.kernels.torch.mxfp4). Only checkpoints that are quantized so are held so, on GPUs with Triton, where all
-    experts of a layer are multiplied with together. Dummy weights are rounded to nearest."""
+class Fp4(Coded):
+    """Weights of experts of 4 bits with an exponent in blocks of 16 (NVFP4) or 32 (MXFP4), activations as they are:
+    "words" int32, "blocks" uint8 and "factor" float32 (trtrun.kernels.torch.fp4). Only checkpoints that are quantized
+    so are held so, on GPUs with Triton, where all experts of a layer are multiplied with together. Dummy weights are
+    rounded to nearest.
 
-    def __init__(self) -> None:
-        super().__init__("mxfp4")
+    Args:
+        size: inputs of a block.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__("fp4")
+        self._size = size
 
     @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
         import torch
 
-        from trtrun.kernels.torch.mxfp4 import BLOCK
+        from trtrun.kernels.torch import fp4, integers
 
         features, inputs = weight.shape
         return {
-            "codes": TensorSpec((features, inputs // 2), torch.uint8),
-            "scales": TensorSpec((features, inputs // BLOCK), torch.uint8),
+            "words": TensorSpec(integers.words_shape(features, inputs, integers.GROUP), torch.int32),
+            "blocks": TensorSpec(fp4.scales_shape(features, inputs, self._size), torch.uint8),
+            "factor": TensorSpec((features,), torch.float32),
         }
 
     @override
@@ -272,9 +291,10 @@ class Mxfp4(Coded):
 
     @override
     def load(self, source: WeightSource) -> Tensors:
-        from trtrun.kernels.torch.mxfp4 import quantize_mxfp4
+        from trtrun.kernels.torch import fp4
 
-        return quantize_mxfp4(source.dense())
+        made = fp4.quantize_mxfp4(source.dense()) if self._size == 32 else fp4.quantize_nvfp4(source.dense())
+        return fp4.pack(made["codes"], made["scales"], made.get("whole", 1.0), self._size)
 
     @override
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
@@ -299,8 +319,13 @@ class Fp8(Coded):
 
     def __init__(self, name: str, *, rounds_activations: bool, takes_head: bool = False) -> None:
         super().__init__(name)
-        self._rounds_activations = rounds_activations
+        self.rounds_activations = rounds_activations
         self.takes_head = takes_head
+
+    @property
+    def fits_experts(self) -> bool:
+        """Whether GPUs multiply codes."""
+        return has_fp8_products("cuda")
 
     @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
@@ -332,7 +357,7 @@ class Fp8(Coded):
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         from trtrun.kernels.chooser import operations_of
 
-        codes, rounds = tensors["codes"], self._rounds_activations
+        codes, rounds = tensors["codes"], self.rounds_activations
         return operations_of(codes.device.type).fp8_product(codes, tensors["scale"], bias, rounds_activations=rounds)
 
 
@@ -347,6 +372,11 @@ class Fp8Block(Coded):
     """
 
     takes_head = False
+
+    @property
+    def fits_experts(self) -> bool:
+        """Whether GPUs multiply codes."""
+        return has_fp8_products("cuda")
 
     @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
@@ -381,6 +411,63 @@ class Fp8Block(Coded):
 
         codes = tensors["codes"]
         return operations_of(codes.device.type).fp8_block_product(codes, tensors["block_scale"], bias)
+
+
+@dataclass(frozen=True)
+class Rounded(Quantization):
+    """Weights that files have in an order of their own, held as a quantization holds plain ones.
+
+    Attributes:
+        stored_as: reads them, "weight" [out, in].
+        held_as: holds them.
+    """
+
+    stored_as: Quantization
+    held_as: Quantization
+
+    @property
+    def takes_head(self) -> bool:
+        return self.held_as.takes_head
+
+    @property
+    def fits_targets(self) -> bool:
+        return self.held_as.fits_targets
+
+    @property
+    def fits_experts(self) -> bool:
+        return self.held_as.fits_experts
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.held_as.rounds_activations
+
+    @override
+    def check(self, dtype: str, device_type: str) -> None:
+        self.held_as.check(dtype, device_type)
+
+    @override
+    def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return self.held_as.keeps_dense(dtype, device)
+
+    @override
+    def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
+        return self.stored_as.stored(weight)
+
+    @override
+    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
+        return self.held_as.create(weight, dtype, device_type)
+
+    @override
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        return self.held_as.working_bytes(weight, rows, dtype, device_type)
+
+    @override
+    def load(self, source: WeightSource) -> Tensors:
+        return self.held_as.load(source.with_dense(self.stored_as.load(source)["weight"]))
+
+    @override
+    def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        return self.held_as.apply(tensors, bias, batch_invariant=batch_invariant)
 
 
 QUANTIZATIONS.register("none")(Dense())

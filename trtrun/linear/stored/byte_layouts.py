@@ -138,7 +138,9 @@ class Fp4Layout:
     rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        return None
+        columns = part.ranges[1]
+        is_cut = columns.start % self.group_size or columns.stop % self.group_size
+        return None if is_cut else "mxfp4" if self.whole is None else "nvfp4"
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         (features, inputs), (rows, _) = part.shape, part.ranges
@@ -159,10 +161,10 @@ class Fp4Layout:
 
         scale = tensors["scale"]
         if self.whole is None:
-            return Fp4Weight(tensors["codes"], power_of_two(scale), self.group_size)
+            return Fp4Weight(tensors["codes"], power_of_two(scale), self.group_size, scale)
         whole = tensors["whole"].float().reshape(())
-        scale = scale.float() / whole if self.divides else scale.float() * whole
-        return Fp4Weight(tensors["codes"], scale, self.group_size)
+        wide = scale.float() / whole if self.divides else scale.float() * whole
+        return Fp4Weight(tensors["codes"], wide, self.group_size, scale, 1 / whole if self.divides else whole)
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:

@@ -133,24 +133,30 @@ class Fp4Weight:
         codes: [out, in / 2] uint8, the even column in the lower bits.
         scale: [out, groups] float32.
         group_size: columns of a group, one behind the other.
-        exponents: [out, groups] uint8, where scales are powers of two: exponents plus 127; else None.
+        blocks: [out, groups]: what `scale` is made of: exponents plus 127 in uint8, or E4M3.
+        whole: [] float32, which E4M3 scales are multiplied by besides; None without.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     group_size: int
-    exponents: torch.Tensor | None = None
+    blocks: torch.Tensor
+    whole: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1] * 2
 
     def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
-        pairs = self.codes[rows]
-        codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+        codes = self.unpacked(rows)
         numbers = torch.tensor(_E2M1, device=codes.device)[codes.long()]
-        scale = self.scale[rows].unsqueeze(-1).expand(*pairs.shape[:1], self.scale.shape[1], self.group_size)
+        scale = self.scale[rows].unsqueeze(-1).expand(*codes.shape[:1], self.scale.shape[1], self.group_size)
         return numbers.mul_(scale.flatten(1)[:, : numbers.shape[1]])
+
+    def unpacked(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """Codes of some output features, uint8 [rows, in]."""
+        pairs = self.codes[rows]
+        return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from trtrun.linear.quantization.quantizations import (
     BLOCK,
     FEATURES,
     INPUTS,
+    Fp4,
     Int4,
-    Mxfp4,
     has_expert_codes,
     has_fp8_products,
     has_int4_products,
@@ -42,9 +42,11 @@ if TYPE_CHECKING:
 
     from trtrun.linear.stored.forms import StoredForm
 
-Codes = Literal["fp8", "fp8_block", "mxfp4"] | int
+Codes = Literal["fp8", "fp8_block", "mxfp4", "nvfp4"] | int
 """What GPUs hold as it is: an Fp8Weight without blocks, or in blocks of 128 by 128; experts' Fp4Weight with powers of
-two; or a PackedWeight of 4 bits, then how many columns have a scale of their own."""
+two, or with scales in E4M3; or a PackedWeight of 4 bits, then how many columns have a scale of their own."""
+
+_FP4_BLOCKS = {"mxfp4": 32, "nvfp4": 16}
 
 
 class Layout(Protocol):
@@ -97,6 +99,11 @@ class StoredLinear(Quantization):
 
     takes_head = True
     fits_targets = True
+    fits_experts = True
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.layout.rounds_activations
 
     def check(self, dtype: str, device_type: str) -> None:
         """Any dtype on any device."""
@@ -112,10 +119,13 @@ class StoredLinear(Quantization):
         parts = [part for part in weight.parts if len(part.ranges[0])]
         found = {self.layout.codes(part) for part in parts}
         (codes,) = found if len(found) == 1 else (None,)
+        if weight.use == "expert":
+            is_kept = has_fp8_products(device_type) if codes in ("fp8", "fp8_block") else has_expert_codes(device_type)
+            return codes if is_kept and (codes != "fp8_block" or _cut_block(parts) is None) else None
         if isinstance(codes, int) and (weight.shape[0] % FEATURES or not has_int4_products(device_type)):
             return None
-        if codes == "mxfp4":
-            return codes if has_expert_codes(device_type) else None
+        if codes in _FP4_BLOCKS:
+            return None
         if codes == "fp8_block" and not (has_fp8_products(device_type) and _cut_block(parts) is None):
             return None
         return codes
@@ -133,9 +143,11 @@ class StoredLinear(Quantization):
         codes = self.codes(weight, dtype, device_type)
         if codes is None:
             return QUANTIZATIONS.get("none")
-        if codes == "mxfp4":
-            return Mxfp4()
-        return Int4(codes) if isinstance(codes, int) else self._held_codes(in_blocks=codes == "fp8_block")
+        if isinstance(codes, int):
+            return Int4(codes, is_expert=weight.use == "expert")
+        if codes in _FP4_BLOCKS:
+            return Fp4(_FP4_BLOCKS[codes])
+        return self._held_codes(in_blocks=codes == "fp8_block")
 
     def _held_codes(self, *, in_blocks: bool) -> Quantization:
         if in_blocks:
@@ -168,8 +180,8 @@ class StoredLinear(Quantization):
             return self._load_dense(source)
         if isinstance(codes, int):
             return self._load_groups(source, codes)
-        if codes == "mxfp4":
-            return self._load_expert(source)
+        if codes in _FP4_BLOCKS:
+            return self._load_fp4(source, _FP4_BLOCKS[codes])
         return self._load_blocks(source) if codes == "fp8_block" else self._load_codes(source)
 
     @override
@@ -206,14 +218,23 @@ class StoredLinear(Quantization):
         destination[row:].zero_()  # vocabulary padding
         return {"weight": destination}
 
-    def _load_expert(self, source: WeightSource) -> Tensors:
-        """One expert's codes, as they are."""
+    def _load_fp4(self, source: WeightSource, size: int) -> Tensors:
+        """Each part has a factor of its own; what is multiplied as one lies in the order that kernels read it in."""
+        import torch
+
+        from trtrun.kernels.torch import fp4
         from trtrun.linear.stored.forms import Fp4Weight
 
-        (part,) = source.weight.parts
-        form = self._read(source, part)
-        assert isinstance(form, Fp4Weight) and form.exponents is not None
-        return {"codes": form.codes, "scales": form.exponents}
+        codes, blocks, factors = [], [], []
+        for part in source.weight.parts:
+            form = self._read(source, part)
+            assert isinstance(form, Fp4Weight)
+            if not bool(form.scale.isfinite().all()):
+                raise CheckpointError(f"'{part.name}' has scales that stand for no number")
+            codes.append(form.unpacked())
+            blocks.append(form.blocks)
+            factors.append(torch.ones_like(form.scale[:, 0]) * (1.0 if form.whole is None else form.whole))
+        return fp4.pack(torch.cat(codes), torch.cat(blocks), torch.cat(factors), size)
 
     def _load_codes(self, source: WeightSource) -> Tensors:
         """Load codes as they are; the scale of a whole tensor becomes that of each of its output features."""
@@ -261,7 +282,8 @@ class StoredLinear(Quantization):
         from trtrun.linear.stored.forms import PackedWeight
         from trtrun.tensors import numbers_at_a_time
 
-        held = Int4(size).create(source.weight, source.dtype, source.device_type)
+        form_of_words = Int4(size, is_expert=source.weight.use == "expert")
+        held = form_of_words.create(source.weight, source.dtype, source.device_type)
         made = {name: torch.zeros(it.shape, dtype=it.dtype, device=source.device) for name, it in held.items()}
         step = max(FEATURES, numbers_at_a_time(source.device) // source.weight.shape[1] // FEATURES * FEATURES)
         row = 0
@@ -276,7 +298,7 @@ class StoredLinear(Quantization):
                 tile = (row + start) // FEATURES
                 held_scale = torch.empty(scale.shape, dtype=source.dtype, device=source.device)
                 source.put(part.name, held_scale, scale)
-                for name, values in pack(codes, held_scale, zero).items():
+                for name, values in pack(codes, held_scale, zero, form_of_words.step).items():
                     made[name][tile : tile + len(values)] = values
             row += rows
         return made

@@ -103,6 +103,7 @@ class _Seen:
     sums: dict[str, Tensor] = field(default_factory=dict)
     largest: dict[str, Tensor] = field(default_factory=dict)
     products: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class Observer:
@@ -117,7 +118,6 @@ class Observer:
         self._seen = [_Seen() for _ in devices.slots]
         self._device = devices.slots[0]
         self._with_products = with_products
-        self._count = 0
 
     def watch(self, slot: int) -> Callable[[str, Tensor], None]:
         """What a layer in a slot is to call."""
@@ -127,7 +127,7 @@ class Observer:
             if site in ("keys", "values"):
                 return
             rows = inputs.flatten(0, -2).float()
-            self._count += len(rows) * (site == "attention")
+            seen.counts[site] = seen.counts.get(site, 0) + len(rows)
             sizes = rows.abs()
             if site not in seen.sums:
                 seen.sums[site], seen.largest[site] = sizes.sum(0), sizes.amax(0)
@@ -141,9 +141,13 @@ class Observer:
 
         return see
 
+    def count(self, site: str) -> int:
+        """Tokens that passed a site."""
+        return sum(seen.counts.get(site, 0) for seen in self._seen)
+
     def mean_size(self, site: str) -> Tensor:
         """[features] float32: the mean of |x| over all tokens."""
-        return self._sum([seen.sums for seen in self._seen], site) / self._count
+        return self._sum([seen.sums for seen in self._seen], site) / self.count(site)
 
     def largest(self, site: str) -> Tensor:
         """[features] float32: the largest |x|."""
@@ -152,7 +156,7 @@ class Observer:
 
     def products(self, site: str) -> Tensor:
         """[features, features] float32: the mean of x xᵀ."""
-        return self._sum([seen.products for seen in self._seen], site) / self._count
+        return self._sum([seen.products for seen in self._seen], site) / self.count(site)
 
     def _sum(self, parts: Sequence[Mapping[str, Tensor]], site: str) -> Tensor:
         found = [part[site].to(self._device) for part in parts if site in part]

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtrun.models.decoder_plan import DecoderPlan
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.experts_plan import ExpertsPlan
 from trtrun.tools.quantizing.activations import Devices, Flow, Observer
 from trtrun.tools.quantizing.formats import int4_codes, int4_grid, nearest_int4
 from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights
@@ -34,12 +35,14 @@ class Pair:
         consumers: the linear layers.
         shape: (heads of keys, query heads for each, features of a head) where each output feature of the source reaches
             the consumers as often as there are query heads for a head of values; None where it does once.
+        plain: other modules with these inputs, which are not rounded.
     """
 
     site: str
     source: str
     consumers: tuple[str, ...]
     shape: tuple[int, int, int] | None = None
+    plain: tuple[str, ...] = ()
 
     def shared(self, channels: Tensor) -> Tensor:
         """Means over what comes of one output feature of the source: channels [in] → [in]."""
@@ -54,24 +57,42 @@ class Pair:
 
 def norm_pairs(plan: DecoderPlan) -> Sequence[Pair]:
     """Norms and the linear layers behind them."""
-    blocks = plan.ordinary
-    attention, mlp = blocks.attention.name, blocks.mlp.name
-    behind_input = tuple(f"{attention}.{name}" for name in ("q_proj", "k_proj", "v_proj"))
-    behind_attention = tuple(f"{mlp}.{name}" for name in ("gate_proj", "up_proj"))
+    assert plan.input_norm is not None and plan.post_attention_norm is not None, "others are not known"
+    behind_input = tuple(f"{plan.attention.name}.{name}" for name in ("q_proj", "k_proj", "v_proj"))
+    behind_attention = tuple(name for _, gate, up, _ in _gated_blocks(plan) for name in (gate, up))
+    plain: tuple[str, ...] = ()
+    if isinstance(plan.mlp, ExpertsPlan):
+        routers = [weight for weight in plan.mlp.weights() if weight.use == "plain"]
+        plain = tuple(part.name.removesuffix(".weight") for weight in routers for part in weight.parts)
     return (
-        Pair("attention", blocks.input_norm.name, behind_input),
-        Pair("mlp", blocks.post_attention_norm.name, behind_attention),
+        Pair("attention", plan.input_norm.name, behind_input),
+        Pair("mlp", plan.post_attention_norm.name, behind_attention, plain=plain),
     )
 
 
 def linear_pairs(plan: DecoderPlan) -> Sequence[Pair]:
     """Linear layers whose output features are the inputs of others, but for what is between without mixing channels."""
-    attention, mlp, shape = plan.attention.name, plan.ordinary.mlp.name, plan.attention.shape
+    attention, shape = plan.attention.name, plan.attention.shape
     per_head = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
     return (
         Pair("output", f"{attention}.v_proj", (f"{attention}.o_proj",), per_head),
-        Pair("down", f"{mlp}.up_proj", (f"{mlp}.down_proj",)),
+        *(Pair(site, up, (down,)) for site, _, up, down in _gated_blocks(plan)),
     )
+
+
+def _gated_blocks(plan: DecoderPlan) -> Sequence[tuple[str, str, str, str]]:
+    """The site of down, and the modules gate, up and down, of the feed-forward layer or of each of its experts."""
+    mlp, usual = plan.mlp, ("gate_proj", "up_proj", "down_proj")
+    if not isinstance(mlp, ExpertsPlan):
+        assert isinstance(mlp, GatedMLPPlan), "others are not known"
+        return [("down", *(f"{mlp.name}.{name}" for name in usual))]  # type: ignore[list-item]
+    names = (mlp.names.gate, mlp.names.up, mlp.names.down)
+    found = [
+        (f"down.{expert}", *(f"{mlp.name}.{name.format(expert)}" for name in names))
+        for expert in range(mlp.num_experts)
+    ]
+    shared = [] if mlp.shared is None else [("down.shared", *(f"{mlp.shared.name}.{name}" for name in usual))]
+    return [*found, *shared]  # type: ignore[list-item]
 
 
 def fold(weights: Weights, pair: Pair, scale: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -96,7 +117,7 @@ def fold(weights: Weights, pair: Pair, scale: Tensor, dtype: torch.dtype) -> dic
         bias = f"{pair.source}.bias"
         if bias in weights:
             found[bias] = weights[bias] / of_source
-    for consumer in pair.consumers:
+    for consumer in (*pair.consumers, *pair.plain):
         found[f"{consumer}.weight"] = weights[f"{consumer}.weight"] * scale
     return found
 
@@ -121,6 +142,9 @@ NUM_RATIOS = 20
 
 RANGES = tuple(1 - step / 40 for step in range(20))
 """Shares of the whole range that groups' ranges are cut to: 1, 0.975, … 0.525."""
+
+LEAST_TOKENS = 16
+"""Tokens that a search needs: what an expert makes of fewer says little of it."""
 
 _LEAST_SCALE = 1e-4
 _NUMBERS_AT_ONCE = 1 << 24
@@ -156,7 +180,7 @@ class Awq:
 
     def run(self) -> tuple[Weights, dict[str, float]]:
         """The layer's weights with scales folded in and ranges cut, float32 in the first slot, for rounding to nearest;
-        and the ratio for each site."""
+        and the ratio for each site. Sites that saw few tokens have none, and weights behind them stay as they are."""
         plan = self.layers[0].plan
         inputs_norm, behind_norm = norm_pairs(plan)
         scales: list[tuple[Pair, Tensor]] = []
@@ -166,13 +190,14 @@ class Awq:
             ratios[pair.site], scale = self._search(pair, loss)
             scales.append((pair, scale))
 
-        attended = self.hidden.map(lambda slot, x: self.layers[slot].norm(plan.ordinary.input_norm, x))
+        attended = self.hidden.map(lambda slot, x: self.layers[slot].norm(plan.input_norm, x))
         search(inputs_norm, self._block_loss(inputs_norm, attended, PlainLayer.attention))
         normed = self._mlp_inputs(attended)
         del attended
         search(behind_norm, self._block_loss(behind_norm, normed, PlainLayer.mlp))
         for pair in linear_pairs(plan):
-            search(pair, self._product_loss(pair))
+            if self.seen.count(pair.site) >= LEAST_TOKENS:
+                search(pair, self._product_loss(pair))
         weights = self.masters[0]
         for pair, scale in scales:
             weights = fold(weights, pair, scale, self.dtype)
@@ -184,7 +209,7 @@ class Awq:
         for index in range(len(attended)):
             layer = self.layers[self.devices.slot(index)]
             hidden = self.hidden[index] + layer.attention(attended[index])
-            found.append(layer.norm(layer.plan.ordinary.post_attention_norm, hidden))
+            found.append(layer.norm(layer.plan.post_attention_norm, hidden))
         return found
 
     def _search(self, pair: Pair, loss: Loss) -> tuple[float, Tensor]:
@@ -243,6 +268,8 @@ class Awq:
         plan = self.layers[0].plan
         found = dict(weights)
         for pair in (*norm_pairs(plan), *linear_pairs(plan)):
+            if pair.site not in scales:
+                continue
             names = [name for name in pair.consumers if not name.endswith(("q_proj", "k_proj"))]
             scale = scales[pair.site]
             products = self.seen.products(pair.site) / scale / scale.unsqueeze(1)

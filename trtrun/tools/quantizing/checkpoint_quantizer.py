@@ -241,6 +241,8 @@ class CheckpointQuantizer:
             "held_out_tokens": sum(map(len, self._texts.held_out)),
             IDENTITY: self._identity,
         }
+        few = sum(len(line.get("rounded_to_nearest", ())) for line in lines)
+        summary |= {"rounded_to_nearest": few} if few else {}
         if len(flows.plain):
             summary["perplexity_before"] = self._perplexity(flows.plain, ends)
             summary["perplexity_after"] = self._perplexity(flows.quantized, ends)

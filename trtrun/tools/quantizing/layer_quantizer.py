@@ -20,6 +20,7 @@ from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantiza
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder_plan import DecoderPlan
+from trtrun.models.experts_plan import ExpertsPlan
 from trtrun.tools.quantizing.activations import Devices, Flow, LargestKeys, Observer
 from trtrun.tools.quantizing.awq import Awq, fold, linear_pairs, norm_pairs, smooth
 from trtrun.tools.quantizing.formats import (
@@ -32,8 +33,17 @@ from trtrun.tools.quantizing.formats import (
     round_fp8_tensor,
 )
 from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights, known_plans
-from trtrun.tools.quantizing.settings import CALIBRATED_FORMATS, WORD_PLACES, QuantizingSettings, choose_group_size
+from trtrun.tools.quantizing.settings import (
+    CALIBRATED_FORMATS,
+    LAYOUTS,
+    WORD_PLACES,
+    QuantizingSettings,
+    choose_group_size,
+)
 from trtrun.weights.weight import Share
+
+_QUANTIZED = ("linear", "expert")
+"""Uses of weights that are quantized."""
 
 _KV_MOST = {"fp8": FP8_MOST, "int8": float(INT8_MOST)}
 
@@ -79,8 +89,9 @@ class LayerQuantizer:
     ) -> None:
         self._settings, self._devices, self._dtype = settings, devices, dtype
         self._format = find_format(settings)
+        _check_experts(config, settings)
         self._sizes = _choose_sizes(config, settings, self._format)
-        self.config = quantization_config(self._format, self._sizes, settings.kv_cache, ["lm_head"])
+        self.config = quantization_config(self._format, self._sizes, settings.kv_cache, ["lm_head", *_routers(config)])
         self.stored: StoredQuantizations = STORED_QUANTIZATIONS.get(self.config["quant_method"])(self.config)
         self._rotaries = []
         for slot in devices.slots:
@@ -103,7 +114,7 @@ class LayerQuantizer:
         weights = {}
         for weight in plan.weights():
             for part in weight.parts:
-                stored = self.stored(part.name) if weight.use == "linear" else None
+                stored = self.stored(part.name) if weight.use in _QUANTIZED else None
                 if stored is None:
                     weights[part.name] = tensors[part.name]
                     continue
@@ -189,6 +200,8 @@ class LayerQuantizer:
             masters = [weights, *self._devices.copies(weights)[1:]]
             search = Awq(layers, masters, self._devices, seen, hidden, self._size_of, self._dtype, symmetric)
             weights, notes["ratios"] = search.run()
+            few = [pair.consumers[0] for pair in linear_pairs(plan) if pair.site not in notes["ratios"]]
+            notes |= {"rounded_to_nearest": few} if few else {}
         return weights
 
     def _size_of(self, name: str) -> int:
@@ -200,7 +213,7 @@ class LayerQuantizer:
         for weight in plan.weights():
             values = [weights[part.name] for part in weight.parts]
             for part, value in zip(weight.parts, values, strict=True):
-                if weight.use != "linear":
+                if weight.use not in _QUANTIZED:
                     found[part.name] = value.to(self._dtype).cpu()
                     continue
                 if self._format.round is not None:
@@ -250,12 +263,28 @@ def _round_by_site(scales: Mapping[str, Tensor], site: str, inputs: Tensor) -> T
     return round_fp8_static(inputs, scales[site])
 
 
+def _check_experts(config: ModelConfig, settings: QuantizingSettings) -> None:
+    """Raise ConfigError where a model has experts, and the layout has one scale for what each of them is given."""
+    has_experts = any(isinstance(plan.mlp, ExpertsPlan) for plan in known_plans(config))
+    if has_experts and settings.layout != LAYOUTS[0]:
+        raise ConfigError(
+            f"{config.architecture} has experts, which --layout {settings.layout} is not for: use --layout {LAYOUTS[0]}"
+        )
+
+
+def _routers(config: ModelConfig) -> list[str]:
+    """Modules of layers of experts that are no experts, which stay plain."""
+    plans = [plan.mlp for plan in known_plans(config) if isinstance(plan.mlp, ExpertsPlan)]
+    weights = [weight for plan in plans for weight in plan.weights() if weight.use == "plain"]
+    return [part.name.removesuffix(".weight") for weight in weights for part in weight.parts]
+
+
 def _choose_sizes(config: ModelConfig, settings: QuantizingSettings, made: Format) -> dict[str, int]:
     """The size of groups by the last name of each module that is quantized; ModelOpt has one for all."""
     found: dict[str, int] = {}
     for plan in known_plans(config):
         for weight in plan.weights():
-            for part in weight.parts if weight.use == "linear" else ():
+            for part in weight.parts if weight.use in _QUANTIZED else ():
                 features, inputs = part.shape
                 if made.has_groups and features % WORD_PLACES:
                     raise ConfigError(
@@ -263,11 +292,14 @@ def _choose_sizes(config: ModelConfig, settings: QuantizingSettings, made: Forma
                         f"{WORD_PLACES} in one word: use --format fp8 or int8_sq"
                     )
                 name = part.name.removesuffix(".weight").rpartition(".")[2]
-                found[name] = settings.group_size
-                if made.has_groups:
+                if not made.has_groups:
+                    found[name] = settings.group_size
+                else:
                     bounds = [part.axes[1].held(Share(rank, settings.tp_size)).stop for rank in range(settings.tp_size)]
                     bounds = bounds if part.is_output else [inputs]
-                    found[name] = choose_group_size(bounds, settings.group_size, part.name)
+                    size = choose_group_size(bounds, settings.group_size, part.name)
+                    # Experts may have fewer inputs than other layers with a matrix of that name.
+                    found[name] = math.gcd(found.get(name, size), size)
     if made.has_groups and not made.weights:
         return dict.fromkeys(found, math.gcd(*found.values()))
     return found

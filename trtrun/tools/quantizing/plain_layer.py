@@ -6,7 +6,7 @@ added later, or an option of a block, is refused by name until it is known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtrun.errors import ConfigError
+from trtrun.kernels.torch.experts import choose_experts
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.experts_plan import ExpertsPlan
 from trtrun.models.layer_plan import NormPlan
 
 Weights = Mapping[str, Tensor]
@@ -29,7 +31,8 @@ Watch = Callable[[str, Tensor], None]
 SITES, and "keys" (rotated) and "values" [texts, heads, tokens, head_dim]."""
 
 SITES = ("attention", "output", "mlp", "down")
-"""Where linear layers get their inputs: q_proj, k_proj and v_proj; o_proj; gate_proj and up_proj; down_proj."""
+"""Where linear layers get their inputs: q_proj, k_proj and v_proj; o_proj; gate_proj and up_proj; down_proj. That of an
+expert is "down.5", of the expert of all tokens "down.shared"."""
 
 Rounding = Callable[[str, Tensor], Tensor]
 """A site, and the inputs of linear layers there [..., features] → as a format rounds them."""
@@ -61,15 +64,17 @@ class PlainLayer:
 
     def forward(self, hidden: Tensor, watch: Watch = _pass) -> Tensor:
         """The layer: the residual stream [texts, tokens, hidden] → the same behind it."""
-        hidden = hidden + self.attention(self.norm(self.plan.ordinary.input_norm, hidden), watch)
-        return hidden + self.mlp(self.norm(self.plan.ordinary.post_attention_norm, hidden), watch)
+        hidden = hidden + self.attention(self.norm(self.plan.input_norm, hidden), watch)
+        return hidden + self.mlp(self.norm(self.plan.post_attention_norm, hidden), watch)
 
-    def norm(self, plan: NormPlan, hidden: Tensor) -> Tensor:
+    def norm(self, plan: NormPlan | None, hidden: Tensor) -> Tensor:
+        assert plan is not None, "layers without one are not known"
         return rms_norm(hidden, self.weights[f"{plan.name}.weight"], plan.eps)
 
     def attention(self, inputs: Tensor, watch: Watch = _pass) -> Tensor:
         """Self-attention of [texts, tokens, hidden] that are normalised, with o_proj."""
-        plan = self.plan.ordinary.attention
+        plan = self.plan.attention
+        assert isinstance(plan, AttentionPlan), "others are not known"
         shape = plan.shape
         watch("attention", inputs)
         inputs = self._rounded("attention", inputs)
@@ -98,12 +103,41 @@ class PlainLayer:
 
     def mlp(self, inputs: Tensor, watch: Watch = _pass) -> Tensor:
         """The feed-forward layer of [texts, tokens, hidden] that are normalised."""
-        name = self.plan.ordinary.mlp.name
+        plan = self.plan.mlp
+        if isinstance(plan, ExpertsPlan):
+            return self._experts(plan, inputs, watch)
+        assert isinstance(plan, GatedMLPPlan), "others are not known"
         watch("mlp", inputs)
+        names = [f"{plan.name}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+        return self._gated(names, inputs, watch, "down")
+
+    def _gated(self, names: Sequence[str], inputs: Tensor, watch: Watch, site: str) -> Tensor:
+        """Gate, up and down, by name, of [..., hidden]; `site` is that of down."""
         inputs = self._rounded("mlp", inputs)
-        gated = F.silu(self._linear(f"{name}.gate_proj", inputs)) * self._linear(f"{name}.up_proj", inputs)
-        watch("down", gated)
-        return self._linear(f"{name}.down_proj", self._rounded("down", gated))
+        gated = F.silu(self._linear(names[0], inputs)) * self._linear(names[1], inputs)
+        watch(site, gated)
+        return self._linear(names[2], self._rounded("down", gated))
+
+    def _experts(self, plan: ExpertsPlan, inputs: Tensor, watch: Watch) -> Tensor:
+        """The same of experts, of which each token goes through some."""
+        watch("mlp", inputs)
+        rows, names = inputs.flatten(0, -2), plan.names
+        logits = self._linear(f"{plan.name}.{names.router}", rows)
+        choice = choose_experts(logits, plan.num_chosen, renormalises=plan.renormalises)
+        made = torch.zeros_like(rows, dtype=torch.float32)
+        for expert in sorted({*choice.experts.flatten().tolist()}):
+            tokens, places = (choice.experts == expert).nonzero(as_tuple=True)
+            own = [f"{plan.name}.{name.format(expert)}" for name in (names.gate, names.up, names.down)]
+            shares = choice.shares[tokens, places].unsqueeze(1)
+            made.index_add_(0, tokens, self._gated(own, rows[tokens], watch, f"down.{expert}").float() * shares)
+        if plan.shared is not None:
+            own = [f"{plan.shared.name}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+            result = self._gated(own, rows, watch, "down.shared")
+            if plan.shared_gate is not None:
+                gate = self.weights[plan.shared_gate.parts[0].name]
+                result = result * torch.sigmoid(F.linear(rows, gate))
+            made += result.float()
+        return made.to(inputs.dtype).view_as(inputs)
 
     def _heads(self, name: str, inputs: Tensor, count: int) -> Tensor:
         return torch.unflatten(self._linear(f"{self.plan.attention.name}.{name}", inputs), -1, (count, -1))
@@ -133,6 +167,12 @@ _KNOWN: dict[type, frozenset[str]] = {
     NormPlan: frozenset({"name", "size", "eps"}),
     AttentionPlan: frozenset({"name", "shape", "window", "qkv_bias", "output_bias", "head_norm"}),
     GatedMLPPlan: frozenset({"name", "shape", "has_bias"}),
+    ExpertsPlan: frozenset(
+        {
+            *("name", "shape", "num_experts", "num_chosen", "num_features", "names", "renormalises"),
+            "num_shared_features",
+        }
+    ),
     ModelConfig: frozenset(
         {
             *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, save_weights
+from family_checkpoints import write_family
 from quantizing_runs import ON_CPU, quantize, tensors_of, texts_of
 
 from trtrun.configuration.model_paths import ASSETS
@@ -55,6 +56,24 @@ def test_a_scale_that_is_folded_in_changes_no_result(tmp_path: Path, place: int,
     found, expected = (quantizer.plain(plan, it)[0].forward(inputs) for it in (folded, tensors))  # type: ignore[arg-type]
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     assert not torch.equal(folded[f"{pair.consumers[0]}.weight"], tensors[f"{pair.consumers[0]}.weight"])
+
+
+def test_a_scale_that_is_folded_into_experts_changes_no_choice(tmp_path: Path) -> None:
+    """Routers read what a norm makes, too; each expert has a pair of its own, and so has the one of all tokens."""
+    path = write_family(tmp_path, "qwen2_moe")
+    config, tensors = read_model_config(path), tensors_of(path)
+    (layer,) = LayerQuantizer(config, QuantizingSettings("fp8"), ON_CPU, torch.float32, 16).plain(
+        config.layers[1],  # type: ignore[arg-type]
+        tensors,
+    )
+    inputs = torch.randn(2, 16, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected, pairs = layer.forward(inputs), pairs_of(config.layers[1])
+    assert [pair.site for pair in pairs[3:]] == [*(f"down.{expert}" for expert in range(7)), "down.shared"]
+    for pair in pairs[1:]:
+        size = tensors[f"{pair.consumers[0]}.weight"].shape[1]
+        scale = pair.shared(torch.rand(size, generator=torch.Generator().manual_seed(1)) * 5 + 0.1)
+        found = layer.with_weights(fold(tensors, pair, scale, torch.float32)).forward(inputs)
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max(), pair.site
 
 
 def test_the_search_beats_rounding_to_nearest_where_channels_stand_out(

@@ -109,12 +109,18 @@ def read_words(words):
 
 
 @gluon.jit
+def split_words(words):
+    """Words for 128 inputs, as read: those of the first 64 and of the others, [64, 8] each."""
+    # (feature bit 3, warp, feature bits 1 and 2, feature bit 0, pair bits 0 and 1, pair bit 2, half)
+    bits = words.reshape([2, 4, 4, 2, 4, 2, 2])
+    return gl.split(bits.permute((1, 0, 2, 3, 5, 4, 6)).reshape([_TILE, 8, 2]))
+
+
+@gluon.jit
 def widen(words, parts, OPERAND: gl.constexpr, KIND: gl.constexpr):
     """Words for 128 inputs, as read, and scales with zero points of their parts, [64] each → for each part codes less
     the zero points, times `UNITS`, [64, inputs of a part] as the matrix units take them from registers."""
-    # (feature bit 3, warp, feature bits 1 and 2, feature bit 0, pair bits 0 and 1, pair bit 2, half)
-    bits = words.reshape([2, 4, 4, 2, 4, 2, 2])
-    low, high = gl.split(bits.permute((1, 0, 2, 3, 5, 4, 6)).reshape([_TILE, 8, 2]))
+    low, high = split_words(words)
     place: gl.constexpr = low.type.layout
     last: gl.constexpr = len(parts) - 1
     zero = _zeros_of(parts[0], place)
@@ -131,19 +137,19 @@ def widen(words, parts, OPERAND: gl.constexpr, KIND: gl.constexpr):
     # [64, 8 pairs, bit 0 of the sixteen, bit 1, bit 2]
     if last == 0:
         pairs = gl.join(gl.join(first, second), gl.join(third, fourth)).permute((0, 4, 3, 2, 1))
-        return (_operand(pairs.reshape([_TILE, 64]), OPERAND, KIND),)
+        return (as_operand(pairs.reshape([_TILE, 64]), OPERAND, KIND),)
     elif last == 1:
         lower, upper = gl.join(first, second).permute((0, 3, 2, 1)), gl.join(third, fourth).permute((0, 3, 2, 1))
         return (
-            _operand(lower.reshape([_TILE, 32]), OPERAND, KIND),
-            _operand(upper.reshape([_TILE, 32]), OPERAND, KIND),
+            as_operand(lower.reshape([_TILE, 32]), OPERAND, KIND),
+            as_operand(upper.reshape([_TILE, 32]), OPERAND, KIND),
         )
     else:
         return (
-            _operand(first.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
-            _operand(second.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
-            _operand(third.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
-            _operand(fourth.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
+            as_operand(first.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
+            as_operand(second.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
+            as_operand(third.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
+            as_operand(fourth.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
         )
 
 
@@ -158,7 +164,7 @@ def _two(words, zero, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _operand(pairs, OPERAND: gl.constexpr, KIND: gl.constexpr):
+def as_operand(pairs, OPERAND: gl.constexpr, KIND: gl.constexpr):
     """Pairs of numbers [64, n] → [64, 2 n]."""
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1

@@ -100,8 +100,9 @@ _FEWEST_ROWS, _WIDEST = 16, 64
 
 
 @triton.jit
-def _read_codes(words, at, SIZE: tl.constexpr):
-    """Codes of a tile for SIZE inputs, which are the `at`-th of all such: [64, SIZE] int32."""
+def read_words(words, at, SIZE: tl.constexpr):
+    """Words of a tile for SIZE inputs, which are the `at`-th of all such: [64, SIZE / 2] int32, one for each pair of
+    inputs; and which of four codes of each half is the pair's, [SIZE / 2] int32."""
     feature, pair = tl.arange(0, _TILE), tl.arange(0, SIZE // 2)
     in_group: tl.constexpr = _GROUP // SIZE
     place = words + (at // in_group).to(tl.int64) * _WORDS
@@ -109,7 +110,14 @@ def _read_codes(words, at, SIZE: tl.constexpr):
     of_feature = (feature >> 3 & 1) * 512 + (feature >> 4) * 128 + (feature >> 1 & 3) * 32 + (feature & 1) * 16
     of_pair = (pair & 3) * 4 + (pair >> 2 & 1) * 2 + (pair >> 5)
     found = tl.load(place + of_feature[:, None] + of_pair[None, :], eviction_policy="evict_first")
-    found = found >> ((pair >> 3 & 3) * 4)[None, :]
+    return found, (pair >> 3 & 3).to(tl.int32)
+
+
+@triton.jit
+def read_codes(words, at, SIZE: tl.constexpr):
+    """Codes of a tile for SIZE inputs, which are the `at`-th of all such: [64, SIZE] int32."""
+    found, which = read_words(words, at, SIZE)
+    found = found >> (which * 4)[None, :]
     return tl.join(found & 15, found >> 16 & 15).reshape([_TILE, SIZE])
 
 
@@ -128,7 +136,7 @@ def _product_kernel(
         both = tl.load(scales + (tile * groups + group).to(tl.int64) * _TILE + within)
         scale = (both & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
         zero = (both >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32) * (-1 / UNIT)
-        codes = _read_codes(words, tile * groups + group, SIZE).to(tl.float32) - zero[:, None]
+        codes = read_codes(words, tile * groups + group, SIZE).to(tl.float32) - zero[:, None]
         number = group * SIZE + tl.arange(0, SIZE)
         place = x + row[None, :].to(tl.int64) * x_stride + number[:, None]
         sums = tl.dot(codes.to(kind), tl.load(place, mask=(row < rows)[None, :], other=0.0))

@@ -1,0 +1,81 @@
+"""Decides which products of experts in 4 bits go through the kernel in Gluon: those where its bits are the general
+one's.
+
+The bits are compared once for each kind, and the kernel is imported only then.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtrun.kernels.torch import fp4, integers
+from trtrun.kernels.torch.experts import ExpertCodes
+from trtrun.kernels.torch.integers import GROUP
+from trtrun.kernels.triton.coded_experts.four_bits import FEWEST_ROWS, general_product, group_size
+from trtrun.kernels.triton.compilation.launches import is_collecting
+from trtrun.kernels.triton.expert_tiles import lay_out
+from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
+
+_ALIGNED_INPUTS = 8
+"""Rows begin at multiples of so many numbers."""
+
+_MOST_ROWS_OF_WHOLE = 64
+
+_chosen: dict[tuple[torch.device, torch.dtype, int, int, bool, bool], bool] = {}
+
+
+def streams(weight: ExpertCodes, dtype: torch.dtype, rows: int, has_bias: bool) -> bool:
+    """Whether the kernel in Gluon takes products of activations of a dtype in tiles of so many rows."""
+    words, has_exponents = weight.tensors["words"], "blocks" in weight.tensors
+    if not is_hopper(words.device) or weight.inputs % _ALIGNED_INPUTS:
+        return False
+    if dtype is not torch.bfloat16 if has_exponents else rows > _MOST_ROWS_OF_WHOLE:
+        return False
+    size = group_size(weight)
+    kind = (words.device, dtype, rows, size, has_exponents, has_bias)
+    if kind in _chosen:
+        return _chosen[kind]
+    if torch.cuda.is_current_stream_capturing():  # nothing can be read back from a graph: what runs before it asks
+        return False
+    what = f"product of experts in {'numbers' if has_exponents else 'whole numbers'} of 4 bits by {size}"
+    if is_collecting():  # its kernels and those that it is compared with are asked for, and nothing can be learnt
+        return has_same_bits(what, lambda: _compare(*kind) or True)
+    _chosen[kind] = has_same_bits(what, lambda: _compare(*kind))
+    return _chosen[kind]
+
+
+def _compare(
+    device: torch.device, dtype: torch.dtype, rows: int, size: int, has_exponents: bool, has_bias: bool
+) -> bool:
+    """Several experts of more than a tile, with inputs that fill no step; tiles that are full and others."""
+    from trtrun.kernels.triton.coded_experts.four_bits_stream import streamed_product
+
+    generator = torch.Generator(device).manual_seed(0)
+    count, features, inputs, chosen = 3, 200, 9 * GROUP + (size if has_exponents else GROUP), 2
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    held = [random_weight(features, inputs, size, has_exponents, dtype, generator) for _ in range(count)]
+    weight = ExpertCodes({name: torch.stack([it[name] for it in held]) for name in held[0]}, features, inputs)
+    bias = random(count, features) if has_bias else None
+    tokens = rows * 2 + 1 + integers.GROUP  # more pairs than have a tile each
+    x, experts = random(tokens, inputs), torch.arange(tokens * chosen, device=device).view(tokens, chosen) % count
+    tiles, general = lay_out(experts, count, rows), lay_out(experts, count, max(rows, FEWEST_ROWS))
+    found = streamed_product(x, weight, bias, tiles, experts.numel(), chosen)
+    return torch.equal(found, general_product(x, weight, bias, general, experts.numel(), chosen))
+
+
+def random_weight(
+    features: int, inputs: int, size: int, has_exponents: bool, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """One expert's tensors, made up, on the generator's device."""
+    device = generator.device
+    codes = torch.randint(0, 16, (features, inputs), generator=generator, device=device)
+    scale = torch.rand((features, inputs // size), generator=generator, device=device) + 0.5
+    if not has_exponents:
+        zero = torch.randint(0, 16, scale.shape, generator=generator, device=device)
+        return integers.pack(codes, scale.to(dtype), zero, GROUP)
+    if size == fp4.MXFP4_BLOCK:
+        return fp4.pack(codes, (scale * 8 + 118).to(torch.uint8), 1.0, size)
+    return fp4.pack(codes, scale.to(torch.float8_e4m3fn), 0.01, size)
