@@ -53,12 +53,12 @@ MOST: dict[str, float] = {
     "vague_docstrings": 0,
     "largest_room": 16,
     "long_parameter_lists": 13,
-    "long_kernel_parameter_lists": 64,
-    "words": 39_800,
+    "long_kernel_parameter_lists": 75,
+    "words": 40_400,
     "config_way": 28,
     "request_way": 28,
-    "files": 640,
-    "lines": 110_000,
+    "files": 670,
+    "lines": 115_800,
     "import_share": 0.12,
 }
 LEAST: dict[str, float] = {"median_lines": 170}
