@@ -108,6 +108,7 @@ _STATES = {
     "partial_rotary_factor": 0.25,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 48,
+    "mtp_num_hidden_layers": 1,
 }
 _STATES_AND_EXPERTS = _STATES | {
     "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -138,6 +139,23 @@ _GPT_OSS = {
         ],
     },
 }  # fmt: skip
+_LATENTS = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+}
 
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8),
@@ -158,6 +176,8 @@ SHAPES = {
     "gpt-oss-120b": Shape(2880, 2880, 36, 64, 8, 201088, head_size=64, says=_GPT_OSS),
     "gpt-oss-120b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=_GPT_OSS),
     "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, 201088, head_size=64, says=_GPT_OSS | {"num_local_experts": 32}),
+    "v2-lite": Shape(2048, 10944, 27, 16, 16, 102400, says=_LATENTS),
+    "v2-lite-draft": Shape(2048, 10944, 4, 16, 16, 102400, says=_LATENTS),
     "gpt-oss-20b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=_GPT_OSS | {"num_local_experts": 32}),
     "tiny-experts": Shape(128, 256, 8, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
     "tiny-experts-draft": Shape(128, 256, 2, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
@@ -177,6 +197,7 @@ PAIRS = {
     "30b-a3b": Pair("30b-a3b", "30b-a3b-draft", 5),
     "27b-states": Pair("27b-states", "27b-states-draft", 3),
     "35b-a3b": Pair("35b-a3b", "35b-a3b-draft", 3),
+    "v2-lite": Pair("v2-lite", "v2-lite-draft", 5),
     "gpt-oss-120b": Pair("gpt-oss-120b", "gpt-oss-120b-draft", 5),
     "gpt-oss-20b": Pair("gpt-oss-20b", "gpt-oss-20b-draft", 5),
     "tiny-experts": Pair("tiny-experts", "tiny-experts-draft", 4),

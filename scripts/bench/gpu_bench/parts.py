@@ -5,6 +5,7 @@ A part fills tables from `trtrun bench`'s JSON. It knows configurations and figu
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
@@ -27,7 +28,7 @@ from scripts.bench.gpu_bench.workbench import Options, Workbench
 from scripts.harness.children import run
 
 DESCRIBE_HOST = Path(__file__).resolve().parent / "describe_host.py"
-FAMILY_PAIRS = ("27b-states", "35b-a3b", "gpt-oss-20b", "gpt-oss-120b")
+FAMILY_PAIRS = ("27b-states", "35b-a3b", "v2-lite", "gpt-oss-20b", "gpt-oss-120b")
 """Pairs of other families, in dummy weights."""
 WANTED_RATE = 181.74
 """Tokens a second of a 70B target with a 1B draft that others have published."""
@@ -95,6 +96,7 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("expert-layers", about, 100, play_expert_layers, options.kind == "cuda")
     for pair in FAMILY_PAIRS:
         yield Part(pair, f"{pair}-shaped pair, plain and speculative", 90, partial(play_family, pair=pair), False)
+    yield Part("27b-mtp", "27b-states-shaped target with an MTP layer, plain and speculative", 70, play_mtp, False)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)
     yield Part("budgets", "rows whose thoughts have a budget beside others, plain and speculative", 60, play_budgets)
     yield Part(
@@ -237,6 +239,15 @@ def play_family(bench: Workbench, pair: str) -> None:
     _speed_table(
         bench, f"{pair}-shaped pair, one device", bench.bench(bench.config(pair, ONE), bench.options.scale.rows)
     )
+
+
+def play_mtp(bench: Workbench) -> None:
+    """A target that drafts with a layer of its own, of whose three tokens so many are right as of a trained one."""
+    config = bench.config("27b-states", ONE, drafts=False)
+    values = json.loads(config.read_text(encoding="utf-8"))
+    values["speculation"] = {"method": "mtp", "draft_len": 3, "pacing": "fixed", "forced_acceptance": 3.2}
+    config.write_text(json.dumps(values), encoding="utf-8")
+    _speed_table(bench, "27b-states-shaped target with an MTP layer", bench.bench(config, bench.options.scale.rows))
 
 
 def play_parallel(bench: Workbench) -> None:
