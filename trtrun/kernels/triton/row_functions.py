@@ -116,7 +116,8 @@ def _add_gated_kernel(output, result, logits, size, BLOCK: tl.constexpr, EARLY: 
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, kind = element < size, output.dtype.element_ty
+    inside = element < size
+    kind: tl.constexpr = output.dtype.element_ty
     share = (1 / (1 + tl.exp(-tl.load(logits + row).to(tl.float32)))).to(kind).to(tl.float32)
     added = tl.load(result + row * size + element, mask=inside, other=0.0).to(tl.float32) * share
     value = tl.load(output + row * size + element, mask=inside, other=0.0).to(tl.float32)

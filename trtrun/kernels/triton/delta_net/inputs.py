@@ -22,6 +22,12 @@ TOKENS, CHANNELS = 8, 128
 
 
 @triton.jit
+def _turn(position, capacity):
+    """Where the input of a token is remembered: a remainder of 32 bits, as one of 64 takes a hundred instructions."""
+    return position.to(tl.int32) % capacity
+
+
+@triton.jit
 def _input_at(
     made, ring, window, position, channel, mask, slot, kept, first, place, capacity, stride, channels,
     KERNEL: tl.constexpr,
@@ -30,7 +36,7 @@ def _input_at(
     tokens, is remembered since the state that is kept, or stands in that state's window."""
     fed = tl.load(made + (place + position) * stride + channel, mask=mask & (position >= first), other=0.0)
     remembered = mask & (position < first) & (position >= kept)
-    turn = slot * capacity + tl.maximum(position, 0) % capacity
+    turn = slot * capacity + _turn(tl.maximum(position, 0), capacity)
     before = tl.load(ring + turn * channels + channel, mask=remembered, other=0.0)
     seen = slot * (KERNEL - 1) + position - kept + (KERNEL - 1)
     long_before = tl.load(window + seen * channels + channel, mask=mask & (position < kept), other=0.0)
@@ -137,7 +143,7 @@ def convolve(
             snapshot = tl.load(numbers + SNAPSHOT * rows + row)
             _store_window(window_snapshots, snapshot, saved, channel, own, channels, KERNEL, TAPS)
         is_new = lives & (position >= first) & (position >= end - capacity)
-        turn = (slot * capacity + position % capacity)[:, None] * channels
+        turn = (slot * capacity + _turn(position, capacity))[:, None] * channels
         tl.store(ring + turn + channel[None, :], brought, mask=inside & is_new[:, None])
     # As one by one: rounded behind the convolution, and behind what it goes through.
     mixed = mixed.to(made.dtype.element_ty).to(tl.float32)
@@ -153,7 +159,7 @@ def convolve(
         fades = tl.load(given + VALUES, mask=is_fed, other=0.0).to(tl.float32)
         corrects = 1 / (1 + tl.exp(-corrects))
         keeps = tl.exp(-tl.load(fading + head) * _softplus(fades + tl.load(fading_bias + head)))
-        remembered = (slot * capacity + position % capacity) * VALUES + head
+        remembered = (slot * capacity + _turn(position, capacity)) * VALUES + head
         is_old = lives & (position < first)
         corrects = tl.where(is_fed, corrects, tl.load(ring_corrects + remembered, mask=is_old, other=0.0))
         keeps = tl.where(is_fed, keeps, tl.load(ring_kept + remembered, mask=is_old, other=0.0))
