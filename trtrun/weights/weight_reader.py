@@ -130,11 +130,15 @@ class WeightReader:
         operations, of_bias = operations_of(self.device.type), None if bias is None else self.tensor(bias)
         return operations.product(self.tensor(weight), of_bias, batch_invariant=self._batch_invariant)
 
-    def joined_product(self, *weights: Weight) -> Product | None:
-        """The product with weights [out, in] of the same inputs, one behind the other, where this rank holds all as
-        they are; else None."""
+    def are_plain(self, *weights: Weight) -> bool:
+        """Whether this rank holds weights as they are, and none has adapters."""
         plain = QUANTIZATIONS.get("none")
-        if self._adapted is not None or any(self._loader.held(weight) != plain for weight in weights):
+        return self._adapted is None and all(self._loader.held(weight) == plain for weight in weights)
+
+    def joined_product(self, *weights: Weight) -> Product | None:
+        """The product with weights [out, in] of the same inputs, one behind the other, where they `are_plain`; else
+        None."""
+        if not self.are_plain(*weights):
             return None
         joined = torch.cat([self.tensor(weight) for weight in weights])
         return operations_of(self.device.type).product(joined, None, batch_invariant=self._batch_invariant)

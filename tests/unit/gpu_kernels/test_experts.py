@@ -10,7 +10,7 @@ from norms import difference
 
 from trtrun.kernels.routing import Routing
 from trtrun.kernels.torch import fp4, fp8, integers
-from trtrun.kernels.torch.experts import Choice, ExpertCodes, ExpertWeights, choose_experts
+from trtrun.kernels.torch.experts import Choice, ExpertCodes, Experts, ExpertWeights, choose_experts
 from trtrun.kernels.torch.operations import TorchOperations
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -80,21 +80,22 @@ def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
     return ExpertCodes(tensors, *weight.shape[1:], rounds_activations=form == "fp8")
 
 
-@pytest.mark.parametrize("form", ["plain", "mxfp4"])
-def test_experts_of_a_rank_make_what_all_together_do(form: str) -> None:
+@pytest.mark.parametrize("form", [None, "fp8", "fp8 in blocks", "mxfp4"])
+def test_experts_of_a_rank_make_what_all_together_do(form: str | None) -> None:
     """A rank holds the last three of five, for so many pairs that they are sorted, and so few that they are not."""
     from trtrun.kernels.triton.coded_experts.coded_experts import CodedExperts
     from trtrun.kernels.triton.experts import TritonExperts
 
-    gate_up, down, x, choice = made((5, 96, 32, 3), 30)
+    gate_up, down, x, choice = made((5, 96, 64, 3), 30)
 
-    def held(first: int) -> TritonExperts | CodedExperts:
-        own = gate_up[first:].contiguous(), down[first:].contiguous()
-        if form == "plain":
-            return TritonExperts(own, (None, None), "silu", 1.0)
-        return CodedExperts(ExpertWeights(*(codes_of(form, weight) for weight in own)), "silu", 1.0)
+    def experts_from(first: int) -> Experts:
+        weights = gate_up[first:].contiguous(), down[first:].contiguous()
+        if form is None:
+            return TritonExperts(weights, (None, None), "silu", 1.0)
+        return CodedExperts(ExpertWeights(*(codes_of(form, weight) for weight in weights)), "silu", 1.0)
 
-    whole, part = held(0), held(2)
+    whole, part = experts_from(0), experts_from(2)
+    part.num_holders = 2
     for tokens in (30, 4):
         experts = choice.experts[:tokens]
         own = Choice(torch.where(experts < 2, -1, experts - 2), choice.shares[:tokens])
@@ -214,6 +215,8 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
         Routing("sigmoid", has_bias=True, factor=2.5),
         Routing("sigmoid", has_bias=True, groups=4, chosen_groups=2, summed=2),
         Routing("softmax", groups=8, chosen_groups=3, factor=16.0),
+        Routing("sigmoid", has_bias=True, factor=2.5, beside=2),
+        Routing("softmax", beside=1, is_gated=True),
     ],
     ids=str,
 )
@@ -223,7 +226,7 @@ def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing:
     from trtrun.kernels.triton import experts
 
     torch.manual_seed(count)
-    logits, bias = torch.randn(11, count, device=DEVICE), None
+    logits, bias = torch.randn(11, count + routing.is_gated, device=DEVICE), None
     logits[3] = 0.5
     if routing.has_bias:
         bias = torch.randn(count, device=DEVICE)
@@ -234,7 +237,8 @@ def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing:
         )
         assert torch.equal(found.experts, expected.experts)
         assert (found.shares / expected.shares - 1).abs().max() < 1e-5
-    groups = expected.experts // (count // routing.groups)
+    assert expected.experts[:, 5:].tolist() == [list(range(count, count + routing.beside))] * 11
+    groups = expected.experts[:, :5] // (count // routing.groups)
     assert max(len(set(row)) for row in groups.tolist()) <= (5 if routing.groups == 1 else routing.chosen_groups)
 
 

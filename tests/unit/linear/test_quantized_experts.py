@@ -69,12 +69,14 @@ def dense_of(tensors: dict[str, torch.Tensor], shape: tuple[int, ...]) -> torch.
 
 @pytest.mark.parametrize(
     ("form", "tp_size", "by_experts"),
-    [*((form, 1 + place % 2, False) for place, form in enumerate(HELD)), ("compressed-tensors MXFP4", 4, True)],
+    [*((form, 1 + place % 2, False) for place, form in enumerate(HELD)), ("fp8 block", 4, True), ("awq", 2, True)],
 )
 def test_gpus_hold_codes_of_experts(tmp_path: Path, form: str, tp_size: int, by_experts: bool) -> None:
     """What they would hold, made on the CPU: these numbers, but for what bfloat16 rounds, in the bytes of the plan."""
     stored, dense = make_mixture_pair(tmp_path, "qwen3_moe", form)
-    config, plain = (it.cut_by_experts() if by_experts else it for it in map(read_model_config, (stored, dense)))
+    config, plain = (
+        read_model_config(path).cut_by_experts() if by_experts else read_model_config(path) for path in (stored, dense)
+    )
     share, numbers = Share(tp_size - 1, tp_size), load_file(dense / "model.safetensors")
     gpu, kinds, saved = torch.device("cuda", 0), set(), 0
     loader = CheckpointLoader(
@@ -82,12 +84,9 @@ def test_gpus_hold_codes_of_experts(tmp_path: Path, form: str, tp_size: int, by_
         lambda weight: config.quantization_of(weight, DENSE), 1, None, "cuda",
     )  # fmt: skip
     for weight in config.weights:
-        if not isinstance(loader.held(weight), StoredLinear):
+        if not isinstance(loader.held(weight), StoredLinear) or not weight.cut(share).num_elements:
             continue
-        cut = weight.cut(share)
-        if not cut.num_elements:
-            continue
-        tensors = dict(loader.load(weight))
+        cut, tensors = weight.cut(share), dict(loader.load(weight))
         saved += 2 * cut.num_elements - sum(it.numel() * it.itemsize for it in tensors.values())
         if weight.use == "expert":
             kinds.add(frozenset(tensors))

@@ -77,8 +77,10 @@ def choose_experts(
     bias: torch.Tensor | None = None,
 ) -> Choice:
     """The `num_chosen` best experts of logits [tokens, experts]; shares of those that are chosen sum to 1, but for the
-    factor, where `renormalises`. `bias` is [experts] float32, where the routing has one."""
+    factor, where `renormalises`. `bias` is [experts] float32, where the routing has one. Experts that all tokens have
+    come last."""
     wide = logits.float()
+    wide, gates = (wide[:, :-1], wide[:, -1:]) if routing.is_gated else (wide, None)
     if routing.scores == "softmax":
         every = torch.softmax(wide, dim=-1)
     else:  # the sigmoid as a softmax beside 0, whose rows have the same bits in any company
@@ -92,7 +94,20 @@ def choose_experts(
     shares = every.gather(1, experts)
     if renormalises:
         shares = shares / (_sum_one_by_one(shares) + LEAST_TOTAL).unsqueeze(1)
-    return Choice(experts, shares if routing.factor == 1.0 else shares * routing.factor)
+    choice = Choice(experts, shares if routing.factor == 1.0 else shares * routing.factor)
+    return choice if not routing.beside else _with_others(choice, wide.shape[1], routing.beside, gates)
+
+
+def _with_others(choice: Choice, num_experts: int, count: int, gates: torch.Tensor | None) -> Choice:
+    """The choice, and behind it so many experts of all tokens; gates [tokens, 1] are logits of their share."""
+    others = torch.arange(num_experts, num_experts + count, device=choice.experts.device).expand(
+        len(choice.experts), -1
+    )
+    share = torch.ones_like(choice.shares[:, :1])
+    if gates is not None:  # the sigmoid as a softmax beside 0, whose rows have the same bits in any company
+        share = torch.softmax(torch.cat((gates, torch.zeros_like(gates)), dim=1), dim=1)[:, :1]
+    experts, shares = torch.cat((choice.experts, others), dim=1), torch.cat((choice.shares, share.expand(-1, count)), 1)
+    return Choice(experts, shares)
 
 
 def _of_best_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -67,8 +67,9 @@ def _in_best_groups(
 
 @triton.jit
 def _choose_kernel(
-    logits, bias, experts, shares, num_experts, factor,
-    CHOSEN: tl.constexpr, PLACES: tl.constexpr, RENORMALISES: tl.constexpr, PADDED: tl.constexpr,
+    logits, bias, experts, shares, num_experts, stride, factor,
+    CHOSEN: tl.constexpr, BESIDE: tl.constexpr, IS_GATED: tl.constexpr, PLACES: tl.constexpr,
+    RENORMALISES: tl.constexpr, PADDED: tl.constexpr,
     IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, SUMMED: tl.constexpr, PADDED_GROUPS: tl.constexpr, LEAST: tl.constexpr,
     EARLY: tl.constexpr,
@@ -77,7 +78,7 @@ def _choose_kernel(
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, PADDED)
     inside = number < num_experts
-    value = tl.load(logits + row * num_experts + number, mask=inside, other=-float("inf")).to(tl.float32)
+    value = tl.load(logits + row * stride + number, mask=inside, other=-float("inf")).to(tl.float32)
     if IS_SIGMOID:
         every = tl.where(inside, 1.0 / (1.0 + tl.exp(-value)), 0.0)
     else:
@@ -105,8 +106,15 @@ def _choose_kernel(
     if RENORMALISES:
         of_chosen = of_chosen / (total + LEAST)
     of_chosen = of_chosen * factor
-    tl.store(experts + row * CHOSEN + places, chosen, mask=places < CHOSEN)
-    tl.store(shares + row * CHOSEN + places, of_chosen, mask=places < CHOSEN)
+    if BESIDE > 0:
+        share = 1.0
+        if IS_GATED:
+            share = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + num_experts).to(tl.float32)))
+        chosen = tl.where(places < CHOSEN, chosen, num_experts + places - CHOSEN)
+        of_chosen = tl.where(places < CHOSEN, of_chosen, share)
+    every_place: tl.constexpr = CHOSEN + BESIDE
+    tl.store(experts + row * every_place + places, chosen, mask=places < every_place)
+    tl.store(shares + row * every_place + places, of_chosen, mask=places < every_place)
 
 
 def choose_experts(
@@ -118,13 +126,15 @@ def choose_experts(
     bias: torch.Tensor | None = None,
 ) -> Choice:
     """Choose as trtrun.kernels.torch.experts does, in one kernel."""
-    tokens, num_experts = logits.shape
-    experts = torch.empty((tokens, num_chosen), dtype=torch.int64, device=logits.device)
-    shares = torch.empty((tokens, num_chosen), dtype=torch.float32, device=logits.device)
+    tokens, num_experts = len(logits), logits.shape[1] - routing.is_gated
+    shape = tokens, num_chosen + routing.beside
+    experts = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    shares = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if tokens:
         _choose_kernel[(tokens,)](
-            logits.contiguous(), shares if bias is None else bias, experts, shares, num_experts, float(routing.factor),
-            CHOSEN=num_chosen, PLACES=triton.next_power_of_2(num_chosen), RENORMALISES=renormalises,
+            logits, shares if bias is None else bias, experts, shares, num_experts, logits.stride(0),
+            float(routing.factor), CHOSEN=num_chosen, BESIDE=routing.beside, IS_GATED=routing.is_gated,
+            PLACES=triton.next_power_of_2(shape[1]), RENORMALISES=renormalises,
             PADDED=triton.next_power_of_2(num_experts), IS_SIGMOID=routing.scores == "sigmoid",
             HAS_BIAS=bias is not None, OF_GROUP=num_experts // routing.groups, GROUPS=routing.groups,
             CHOSEN_GROUPS=routing.chosen_groups, SUMMED=routing.summed,
