@@ -238,18 +238,6 @@ def test_logits_of_families_do_not_depend_on_the_batch(tmp_path: Path, family: s
     check_batches(write_family(tmp_path, family, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_5_moe_text"])
-def test_an_expert_of_all_tokens_goes_through_products_with_others(tmp_path: Path, family: str) -> None:
-    """As two more, where it has twice the features; logits are those of the CPU, where it is apart."""
-    sizes = {"shared_expert_intermediate_size": 40, "linear_key_head_dim": 32, "linear_value_head_dim": 24}
-    path = write_family(tmp_path, family, dtype=torch.bfloat16, **(sizes if "qwen" in family else {}))
-    models = [PagedModel(path, torch.bfloat16, device=torch.device(kind)) for kind in ("cpu", "cuda")]
-    apart, together = ([getattr(layer.mlp, "_shared", None) for layer in model.models[0]._layers] for model in models)
-    assert any(shared is not None for shared in apart) and not any(shared is not None for shared in together)
-    expected, found = (model.forward([[(0, 0, prompt_of(9))]]).float().cpu() for model in models)
-    assert (found - expected).abs().max() < 0.04 * expected.abs().max()
-
-
 def check_batches(path: Path, dtype: torch.dtype, quantization: str = "none") -> None:
     """A text's logits are the same token by token, in chunks, with wider block tables, beside others, and alone."""
     texts = {row: prompt_of(LENGTH, row) for row in range(70)}
