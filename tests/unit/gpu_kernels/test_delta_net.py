@@ -4,15 +4,23 @@ interpreter, around a recurrence that is written here."""
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gpus import needs_gpu
 from norms import difference
 
+from trtrun.errors import CheckpointError
+from trtrun.kernels.cuda import delta_net as cuda_delta_net
+from trtrun.kernels.cuda.delta_net import CudaRecurrence, Tokens, definitions, form_for, kernel_source
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
@@ -141,7 +149,6 @@ class TorchRecurrence:
 
 def nets(shape: Shape) -> tuple[DeltaNet, DeltaNetWeights]:
     """Of kernels, and its weights."""
-    from trtrun.kernels.cuda.delta_net import CudaRecurrence
     from trtrun.kernels.triton.delta_net.net import TritonDeltaNet
 
     weights = make_weights(shape)
@@ -228,3 +235,60 @@ def test_rows_go_on_from_snapshots(saved_at: int) -> None:
     )
     assert torch.equal(one, expected[saved_at:14])
     assert torch.equal(other, expected[11:14])
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(48, 128), (128, 20)])
+def test_heads_that_the_kernel_does_not_take_are_refused(key_dim: int, value_dim: int) -> None:
+    with pytest.raises(CheckpointError, match=f"keys of {key_dim} .*{value_dim}: on GPUs .*; use CPU slots"):
+        form_for(make_weights((1, 1, key_dim, value_dim)))
+
+
+def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its source names them, for so many blocks as there are columns."""
+    weights, launched = make_weights((2, 4, 128, 128)), list[tuple[int, ...]]()
+    (parameters,) = re.findall(r"carry_on\(([^)]*)\)", kernel_source())
+    names = [parameter.split()[-1].lstrip("*") for parameter in parameters.split(",")]
+
+    def launch(kernel: int, blocks: int, threads: int, stream: int, arguments: int) -> None:
+        pointers = (ctypes.c_void_p * len(names)).from_address(arguments)
+        launched.append((kernel, blocks, threads, *(ctypes.c_int64.from_address(one).value for one in pointers)))
+
+    monkeypatch.setattr(cuda_delta_net, "_compile", lambda words, device: (None, 7))
+    monkeypatch.setattr(cuda_delta_net, "begins_early", lambda device: True)
+    monkeypatch.setattr(cuda_delta_net, "launch_early", launch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    rows = Rows(lambda *_: torch.zeros(2, 512), weights)
+    positions, tables = torch.tensor([[0, 1]], device=DEVICE), torch.tensor([[1]], device=DEVICE)
+    (found,) = rows.states.of_batch(AttentionBatch([AttentionSegment(0, 1, 2, tables, positions)], BLOCK))
+    brought = Tokens(torch.zeros(7, 4, 128), torch.zeros(7, 4, 128), torch.zeros(7, 4, 2))
+    states, read = rows.states.layers[0], torch.zeros(2, 512)
+    CudaRecurrence(weights)(brought, states, found, read)
+    expected = {
+        "query_key": brought.query_key,
+        "value": brought.value,
+        "factors": brought.factors,
+        "matrices": states.states[1],
+        "snapshots": states.snapshots[1],
+        "key_of_value": weights.key_of_value,
+        "read": read,
+        "numbers": found.numbers,
+    }
+    sizes = {"rows": 1, "tokens": 7, "queries": 2, "start": 0}
+    assert names == [*expected, *sizes]
+    form = form_for(weights)
+    places = [tensor.data_ptr() for tensor in expected.values()]
+    assert launched == [(7, 4 * 128 // form.width, form.threads, *places, *sizes.values())]
+
+
+@needs_gpu  # CuPy and NVRTC are installed where there is one
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_kernel_compiles(architecture: int) -> None:
+    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+    weights = make_weights((2, 4, 128, 128))
+    words = [f"-D{name}={value}" for name, value in definitions(weights, form_for(weights)).items()]
+    program = nvrtc.createProgram(kernel_source(), "delta_net.cu", (), ())
+    nvrtc.compileProgram(program, ["-std=c++17", f"-arch=compute_{architecture}", *words])
+    code = nvrtc.getPTX(program).decode()
+    assert ".entry carry_on(" in code
+    assert code.count("griddepcontrol.wait") == (1 if architecture >= 90 else 0)
