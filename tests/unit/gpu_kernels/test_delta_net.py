@@ -5,10 +5,15 @@ interpreter, around a recurrence that is written here."""
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,3 +297,43 @@ def test_the_kernel_compiles(architecture: int) -> None:
     code = nvrtc.getPTX(program).decode()
     assert ".entry carry_on(" in code
     assert code.count("griddepcontrol.wait") == (1 if architecture >= 90 else 0)
+
+
+COMPILE = """
+import json, re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from trtrun.kernels.triton.delta_net.inputs import convolve
+
+names, numbers = list(convolve.arg_names), "rows tokens capacity stride rates_stride".split()
+kinds = dict.fromkeys(names[: names.index("rows")], "*fp32") | dict.fromkeys(numbers, "i32")
+kinds |= {"made": "*bf16", "rates": "*bf16", "value": "*bf16", "key_of_value": "*i64", "numbers": "*i64"}
+kinds |= {"scale": "fp32", "epsilon": "fp32"}
+found = []
+for remembers in (True, False):
+    constants = dict(KEYS=16, VALUES=48, KEY_DIM=128, VALUE_DIM=128, SIZE=128, KERNEL=4, TAPS=4, TOKENS=8, EARLY=True)
+    constants["REMEMBERS"] = remembers
+    aligned = [names.index(name) for name in names if kinds.get(name, "")[:1] == "*" and name != "numbers"]
+    source = ASTSource(
+        fn=convolve, signature={name: kinds.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("stride"))},
+    )
+    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\\w+) = (#ttg[^\\n]*)", code, re.M))
+    found.append([layouts[name] for name in re.findall(r"\\}\\) : \\(tensor<[^>]*, (#\\w+)>\\) -> ", code)])
+print(json.dumps(found))
+"""
+
+
+def test_lengths_of_keys_are_summed_in_one_order_in_rounds_and_prompts(tmp_path: Path) -> None:
+    """As it is compiled for Hopper: by the same threads, which hold a token's numbers within a warp."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    few, many = json.loads(done.stdout.splitlines()[-1])
+    assert few == many and len(few) == 1
+    assert "warpsPerCTA = [4, 1]" in few[0]

@@ -23,14 +23,19 @@ from trtrun.kvcache.row_states import LayerStates, SegmentStates
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
-
 _SPLIT, _COLUMNS, _TOKENS, _THREADS = 8, 2, 8, 128
-"""Threads that have a column of a matrix, the one number that bits depend on; columns that each of them has a part of;
-tokens that are asked for together; and threads of a block, at most. On an H200 the fastest of twelve."""
+"""Of `Form`, the threads at most: on an H200 the fastest of twelve."""
 
 
 class Form(NamedTuple):
-    """How work is shared out: see above."""
+    """How work is shared out.
+
+    Attributes:
+        split: threads that have a column of a matrix: the one number that bits depend on.
+        columns: that each of them has a part of.
+        tokens: that are asked for together.
+        threads: of a block.
+    """
 
     split: int
     columns: int
