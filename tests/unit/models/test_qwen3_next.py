@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from family_checkpoints import write_family
 from paged import PagedModel
 from pipelines import make_llm, noisy_copy, run_alone, tokens_of
-from quantized_checkpoints import FORMATS, store_in_format
 from safetensors.torch import load_file, save_file
 from test_model_invariance import check_chunks, check_company, dtype
 from test_model_logits import check_logits, prompt_of
@@ -150,16 +148,6 @@ def test_what_the_layers_cannot_be_is_refused(tmp_path: Path, changes: dict[str,
     file.write_text(json.dumps({**values, **changes}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=re.escape(message)):
         read_model_config(tmp_path)
-
-
-def test_quantized_heads_are_refused_by_name(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "layer_types": ["full_attention"]}
-    dense = write_family(tmp_path / "dense", "qwen3_5_text", num_hidden_layers=1, **sizes)
-    stored = Path(shutil.copytree(dense, tmp_path / "stored"))
-    store_in_format(dense, stored, FORMATS["fp8 block"])
-    message = r"layers\.0\.self_attn\.q_proj\.weight: quantized heads that .* or lie between others, are not supported"
-    with pytest.raises(CheckpointError, match=message):
-        PagedModel(stored)
 
 
 def test_ranks_share_one_model_of_dummy_weights(tmp_path: Path) -> None:
