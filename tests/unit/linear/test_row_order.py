@@ -16,7 +16,7 @@ from test_quantized_experts import dense_of
 from trtrun.kernels.torch.integers import dequantize
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import TensorSlice, count_bytes
-from trtrun.linear.stored.layout import StoredLinear
+from trtrun.linear.stored.layout import StoredLinear, cut_groups
 from trtrun.linear.stored.pieces import pieces_of
 from trtrun.loading.stored_report import describe_stored
 from trtrun.models.config import read_model_config
@@ -41,8 +41,8 @@ SIZES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("family", "form", "tp_size", "dense_ones"),
     [
-        ("qwen3_next", "fp8 block", 2, {"q_proj"}),
-        ("qwen3_5_text", "fp8 block", 1, {"q_proj"}),
+        ("qwen3_next", "fp8 block", 1, {"q_proj"}),
+        ("qwen3_5_text", "fp8 block", 2, {"q_proj"}),
         ("qwen3_5_text", "compressed-tensors W4A16 with zero points", 2, set()),
         ("glm4_moe", "compressed-tensors FP8 dynamic", 2, set()),
     ],
@@ -93,4 +93,5 @@ def test_rows_that_lie_together_are_read_together_and_once() -> None:
     assert read == [("q", range(128, 256), 62), ("k", range(4, 12), 8), ("k", range(2), 2)]
     moved = pieces_of(rows("q", range(200, 300), range(130, 200)))[0]
     assert moved.part.ranges[0] == range(128, 300) and moved.moves_parts_of_blocks
+    assert cut_groups(moved.part, 0, 128) == range(1, 3)
     assert moved.index(torch.device("cpu")).tolist() == [*range(72, 172), *range(2, 72)]  # type: ignore[union-attr]

@@ -340,7 +340,7 @@ def cut_groups(part: TensorSlice, axis: int, size: int) -> range:
     whole, held = part.shape[axis], part.ranges[axis]
     share = len(held)
     are_whole = not held.start % size and (held.stop == whole or not held.stop % size)
-    if share and not are_whole and (size % share or held.start % share):
+    if not are_whole and (size % share or held.start % share):
         raise _cannot_be_cut(part, axis, f"groups of {size} share a scale")
     return range(held.start // size, -(-held.stop // size))
 
