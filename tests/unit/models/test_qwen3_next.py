@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from family_checkpoints import write_family
 from paged import PagedModel
 from pipelines import make_llm, noisy_copy, run_alone, tokens_of
+from quantized_checkpoints import FORMATS, store_in_format
 from safetensors.torch import load_file, save_file
 from test_model_invariance import check_chunks, check_company, dtype
 from test_model_logits import check_logits, prompt_of
@@ -87,6 +89,32 @@ def test_experts_of_a_layer_may_lie_in_one_tensor(tmp_path: Path) -> None:
     assert f"{name}.4.up_proj.weight" in load_file(single / "model.safetensors")
     check_logits(stacked, 2)
     assert torch.equal(*(PagedModel(path, tp_size=2).forward(BATCH) for path in (stacked, single)))
+
+
+@pytest.mark.parametrize("features", [128, 100])
+def test_experts_in_blocks_may_lie_in_one_tensor(tmp_path: Path, features: int) -> None:
+    """With their scales in another; they are refused where gates and factors behind them share scales."""
+    sizes = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), features)
+    others: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_experts": 2}
+    dense = write_family(tmp_path / "dense", "qwen3_5_moe_text", hidden_size=256, **sizes, **others)
+    single, stacked = (Path(shutil.copytree(dense, tmp_path / name)) for name in ("single", "stacked"))
+    store_in_format(dense, single, FORMATS["fp8 block"])
+    shutil.copy(single / "config.json", stacked)
+    tensors = load_file(single / "model.safetensors")
+    for layer, end in ((layer, end) for layer in range(2) for end in ("", "_scale_inv")):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            [tensors.pop(f"{experts}.{expert}.{name}_proj.weight{end}") for expert in range(2)]
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{experts}.gate_up_proj{end}"] = torch.cat((torch.stack(gates), torch.stack(ups)), 1)
+        tensors[f"{experts}.down_proj{end}"] = torch.stack(downs)
+    save_file(tensors, stacked / "model.safetensors", {"format": "pt"})
+    if features == 128:
+        assert torch.equal(*(PagedModel(path, tp_size=2).forward(BATCH) for path in (stacked, single)))
+    else:
+        with pytest.raises(CheckpointError, match=r"has no tensor '.*experts\.0\.gate_proj\.weight_scale_inv'"):
+            PagedModel(stacked)
 
 
 def test_layers_that_draft_are_left_in_the_files(tmp_path: Path) -> None:
