@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def store_in_format(dense_path: Path, stored_path: Path, made: Format, seed: int
     for key, weight in load_file(dense_path / "model.safetensors").items():
         module = key.removesuffix(".weight")
         is_router = module.endswith((".gate", ".shared_expert_gate"))  # which nobody quantizes
-        if weight.dim() < 2 or is_router or "embed_tokens" in key or any(part in module for part in made.plain):
+        if weight.dim() != 2 or is_router or "embed_tokens" in key or any(part in module for part in made.plain):
             stored[key] = dense[key] = weight
             continue
         tensors, dense[key] = made.write(weight, generator)
@@ -124,6 +124,17 @@ def store_in_format(dense_path: Path, stored_path: Path, made: Format, seed: int
     edit_config(stored_path, quantization_config=dict(made.config) or None)
     if made.beside:
         (stored_path / "hf_quant_config.json").write_text(json.dumps(made.beside), encoding="utf-8")
+
+
+RATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
+"""Modules of gated delta nets that nobody quantizes."""
+
+
+def leave_plain(made: Format, *modules: str) -> Format:
+    """The format with more modules that it leaves as they are."""
+    key = "ignore" if "ignore" in made.config else "modules_to_not_convert"
+    config = {**made.config, key: [*(made.config.get(key) or []), *modules]}
+    return replace(made, config=config, plain=(*made.plain, *modules))
 
 
 def edit_config(path: Path, **changes: Any) -> None:

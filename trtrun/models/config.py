@@ -229,11 +229,6 @@ class ModelConfig(ModelShape):
             raise CheckpointError(f"{', '.join(held)} are multiplied with as one, but stored in different ways")
         stored = held[weight.parts[0].name]
         if stored is not None:
-            if any(part.is_reordered for part in weight.parts):
-                raise CheckpointError(
-                    f"{next(iter(held))}: quantized heads that are rotated in part, or by neighbours, or lie between "
-                    "others, are not supported"
-                )
             if weight.use == "dense" and isinstance(stored, StoredLinear):
                 return replace(stored, becomes_dense=True)
             return stored

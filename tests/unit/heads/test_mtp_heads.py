@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from family_checkpoints import write_family
 from medusa_heads import Proposals
 from mtp_heads import FAMILIES, MTPHead
 from pipelines import configuration, make_llm, prompt_of, run_alone, tokens_of
-from quantized_checkpoints import FORMATS, store_in_format
+from quantized_checkpoints import FORMATS, RATES, leave_plain, store_in_format
 from safetensors.torch import load_file, save_file
 
 from launch.jobs.placement.memory import JobMemory
@@ -81,10 +80,8 @@ def test_a_layer_is_read_as_files_have_quantized_it(tmp_path: Path, monkeypatch:
     MTPHead(dense).write(dense)
     stored = tmp_path / "stored"
     shutil.copytree(dense, stored)
-    form, plain = FORMATS["compressed-tensors FP8 dynamic"], ("lm_head", "self_attn", "linear_attn")
-    config = {**form.config, "ignore": [f"re:.*{part}.*" for part in plain]}
-    store_in_format(dense, stored, replace(form, config=config, plain=plain))
-    assert "mtp.layers.0.mlp.up_proj.weight_scale" in load_file(stored / "model.safetensors")
+    store_in_format(dense, stored, leave_plain(FORMATS["compressed-tensors FP8 dynamic"], *RATES))
+    assert "mtp.layers.0.self_attn.q_proj.weight_scale" in load_file(stored / "model.safetensors")
     made = []
     for path in (dense, stored):
         with monkeypatch.context() as patch:

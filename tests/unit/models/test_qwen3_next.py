@@ -91,6 +91,32 @@ def test_experts_of_a_layer_may_lie_in_one_tensor(tmp_path: Path) -> None:
     assert torch.equal(*(PagedModel(path, tp_size=2).forward(BATCH) for path in (stacked, single)))
 
 
+@pytest.mark.parametrize("features", [128, 100])
+def test_experts_in_blocks_may_lie_in_one_tensor(tmp_path: Path, features: int) -> None:
+    """With their scales in another; they are refused where gates and factors behind them share scales."""
+    sizes = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), features)
+    others: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_experts": 2}
+    dense = write_family(tmp_path / "dense", "qwen3_5_moe_text", hidden_size=256, **sizes, **others)
+    single, stacked = (Path(shutil.copytree(dense, tmp_path / name)) for name in ("single", "stacked"))
+    store_in_format(dense, single, FORMATS["fp8 block"])
+    shutil.copy(single / "config.json", stacked)
+    tensors = load_file(single / "model.safetensors")
+    for layer, end in ((layer, end) for layer in range(2) for end in ("", "_scale_inv")):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            [tensors.pop(f"{experts}.{expert}.{name}_proj.weight{end}") for expert in range(2)]
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{experts}.gate_up_proj{end}"] = torch.cat((torch.stack(gates), torch.stack(ups)), 1)
+        tensors[f"{experts}.down_proj{end}"] = torch.stack(downs)
+    save_file(tensors, stacked / "model.safetensors", {"format": "pt"})
+    if features == 128:
+        assert torch.equal(*(PagedModel(path, tp_size=2).forward(BATCH) for path in (stacked, single)))
+    else:
+        with pytest.raises(CheckpointError, match=r"has no tensor '.*experts\.0\.gate_proj\.weight_scale_inv'"):
+            PagedModel(stacked)
+
+
 def test_layers_that_draft_are_left_in_the_files(tmp_path: Path) -> None:
     path = write_family(tmp_path, "qwen3_next")
     expected, weights = PagedModel(path).forward(BATCH), load_file(path / "model.safetensors")
@@ -150,16 +176,6 @@ def test_what_the_layers_cannot_be_is_refused(tmp_path: Path, changes: dict[str,
     file.write_text(json.dumps({**values, **changes}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=re.escape(message)):
         read_model_config(tmp_path)
-
-
-def test_quantized_heads_are_refused_by_name(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "layer_types": ["full_attention"]}
-    dense = write_family(tmp_path / "dense", "qwen3_5_text", num_hidden_layers=1, **sizes)
-    stored = Path(shutil.copytree(dense, tmp_path / "stored"))
-    store_in_format(dense, stored, FORMATS["fp8 block"])
-    message = r"layers\.0\.self_attn\.q_proj\.weight: quantized heads that .* or lie between others, are not supported"
-    with pytest.raises(CheckpointError, match=message):
-        PagedModel(stored)
 
 
 def test_ranks_share_one_model_of_dummy_weights(tmp_path: Path) -> None:

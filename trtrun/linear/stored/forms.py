@@ -13,6 +13,9 @@ import torch
 
 from trtrun.linear.stored.settings import Activations
 
+Rows = slice | torch.Tensor
+"""Output features: one behind the other, or the numbers of any, int64 [rows]."""
+
 ALL_ROWS = slice(None)
 _WORD_BITS = 32
 _E2M1 = [sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
@@ -27,7 +30,7 @@ class StoredForm(Protocol):
         """[out, in]."""
         ...
 
-    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def dequantize(self, rows: Rows = ALL_ROWS) -> torch.Tensor:
         """The numbers of some output features: float32 [rows, in] on the weight's device."""
         ...
 
@@ -46,7 +49,7 @@ class PlainWeight:
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
-    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def dequantize(self, rows: Rows = ALL_ROWS) -> torch.Tensor:
         return self.values[rows].float()
 
 
@@ -66,7 +69,7 @@ class SomeColumns:
     def shape(self) -> tuple[int, int]:
         return self.form.shape[0], len(self.columns)
 
-    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def dequantize(self, rows: Rows = ALL_ROWS) -> torch.Tensor:
         return self.form.dequantize(rows)[:, self.columns.start : self.columns.stop]
 
 
@@ -95,7 +98,7 @@ class Fp8Weight:
         """The scale of each output feature, float32 [out]; only where there are no blocks."""
         return self.scale.expand(self.codes.shape[0])
 
-    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def dequantize(self, rows: Rows = ALL_ROWS) -> torch.Tensor:
         codes = self.codes[rows].float()
         if self.scale.dim() < 2:
             return codes * self.channel_scale()[rows].unsqueeze(1)
@@ -121,7 +124,7 @@ class Int8Weight:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
-    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def dequantize(self, rows: Rows = ALL_ROWS) -> torch.Tensor:
         return self.codes[rows].float() * self.scale[rows].unsqueeze(1)
 
 
@@ -147,13 +150,13 @@ class Fp4Weight:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1] * 2
 
-    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def dequantize(self, rows: Rows = ALL_ROWS) -> torch.Tensor:
         codes = self.unpacked(rows)
         numbers = torch.tensor(_E2M1, device=codes.device)[codes.long()]
         scale = self.scale[rows].unsqueeze(-1).expand(*codes.shape[:1], self.scale.shape[1], self.group_size)
         return numbers.mul_(scale.flatten(1)[:, : numbers.shape[1]])
 
-    def unpacked(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def unpacked(self, rows: Rows = ALL_ROWS) -> torch.Tensor:
         """Codes of some output features, uint8 [rows, in]."""
         pairs = self.codes[rows]
         return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
@@ -185,13 +188,13 @@ class PackedWeight:
     def shape(self) -> tuple[int, int]:
         return self.packed.shape[0], self.packed.shape[1] * _WORD_BITS // self.bits
 
-    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+    def dequantize(self, rows: Rows = ALL_ROWS) -> torch.Tensor:
         codes = unpack(self.packed[rows], self.bits)
         codes -= 1 << (self.bits - 1) if self.zero is None else self._by_column(self.zero[rows])
         values = codes.float().mul_(self._by_column(self.scale[rows].float()))
         return values if self.input_scale is None else values.mul_(self.input_scale.float())
 
-    def grouped(self, rows: slice, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
+    def grouped(self, rows: Rows, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
         """Codes of some output features [rows, in] and scales and zero points for each `size` columns [rows, in /
         size], where groups lie in order and `size` cuts none: zero points may be one number."""
         first = torch.arange(0, self.shape[1], size, device=self.scale.device) // self.group_size

@@ -8,7 +8,7 @@ codes of 4 bits in groups to that of int4; everything else becomes dense as it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -36,6 +36,7 @@ from trtrun.linear.quantization.quantizations import (
     has_int4_products,
     int4_group,
 )
+from trtrun.linear.stored.pieces import Piece, pieces_of
 
 if TYPE_CHECKING:
     import torch
@@ -116,28 +117,30 @@ class StoredLinear(Quantization):
         """What a layer holds as the files do; None where its weight becomes dense."""
         if not self.can_keep(dtype, device_type):
             return None
-        parts = [part for part in weight.parts if len(part.ranges[0])]
-        found = {self.layout.codes(part) for part in parts}
+        pieces = [piece for piece in pieces_of(weight.parts) if piece.rows]
+        found = {self.layout.codes(piece.part) for piece in pieces}
         (codes,) = found if len(found) == 1 else (None,)
         if weight.use == "expert":
             is_kept = has_fp8_products(device_type) if codes in ("fp8", "fp8_block") else has_expert_codes(device_type)
-            return codes if is_kept and (codes != "fp8_block" or _cut_block(parts) is None) else None
-        if isinstance(codes, int) and (weight.shape[0] % FEATURES or not has_int4_products(device_type)):
+            return codes if is_kept and (codes != "fp8_block" or _why_cut(pieces) is None) else None
+        if isinstance(codes, int) and (
+            any(piece.rows % FEATURES for piece in pieces)
+            or weight.shape[0] % FEATURES
+            or not has_int4_products(device_type)
+        ):
             return None
         if codes in _FP4_BLOCKS:
             return None
-        if codes == "fp8_block" and not (has_fp8_products(device_type) and _cut_block(parts) is None):
+        if codes == "fp8_block" and not (has_fp8_products(device_type) and _why_cut(pieces) is None):
             return None
         return codes
 
     def why_dense(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> str | None:
         """Say in words what keeps a rank from holding a weight as others of its format; None where it is nothing of the
         weight's own."""
-        parts = [part for part in weight.parts if len(part.ranges[0])]
-        if not self.can_keep(dtype, device_type) or {self.layout.codes(part) for part in parts} != {"fp8_block"}:
-            return None
-        rows = _cut_block(parts)
-        return None if rows is None else f"{rows} output features beside others are not whole blocks of {BLOCK}"
+        pieces = [piece for piece in pieces_of(weight.parts) if piece.rows]
+        is_kept = self.can_keep(dtype, device_type) and {self.layout.codes(it.part) for it in pieces} == {"fp8_block"}
+        return _why_cut(pieces) if is_kept else None
 
     def _held(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Quantization:
         codes = self.codes(weight, dtype, device_type)
@@ -161,7 +164,7 @@ class StoredLinear(Quantization):
 
     @override
     def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
-        return [stored for part in weight.parts for stored in self.layout.slices(part).values()]
+        return [stored for piece in pieces_of(weight.parts) for stored in self.layout.slices(piece.part).values()]
 
     @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
@@ -201,20 +204,24 @@ class StoredLinear(Quantization):
             raise CheckpointError(f"'{part.name}' has {list(form.shape)} numbers, not {list(map(len, part.ranges))}")
         return form
 
+    def _read_all(self, source: WeightSource) -> Iterator[tuple[Piece, StoredForm, torch.Tensor | None]]:
+        """What is read together, in the order of the rank, and the places in it of the rows that the rank holds."""
+        for piece in pieces_of(source.weight.parts):
+            if piece.rows:
+                yield piece, self._read(source, piece.part), piece.index(source.device)
+
     def _load_dense(self, source: WeightSource) -> Tensors:
-        """Part by part, each with its own scales."""
+        """Piece by piece, each with its own scales."""
         from trtrun.tensors import numbers_at_a_time
 
         destination, row = source.allocate(), 0
-        for part in source.weight.parts:
-            rows, columns = map(len, part.ranges)
-            if not rows:
-                continue
-            form, step = self._read(source, part), max(1, numbers_at_a_time(destination.device) // columns)
-            for start in range(0, rows, step):
-                stop = min(start + step, rows)
-                source.put(part.name, destination[row + start : row + stop], form.dequantize(slice(start, stop)))
-            row += rows
+        step = max(1, numbers_at_a_time(destination.device) // source.weight.shape[1])
+        for piece, form, order in self._read_all(source):
+            for start in range(0, piece.rows, step):
+                stop = min(start + step, piece.rows)
+                picked = form.dequantize(_some(order, start, stop))
+                source.put(piece.part.name, destination[row + start : row + stop], picked)
+            row += piece.rows
         destination[row:].zero_()  # vocabulary padding
         return {"weight": destination}
 
@@ -226,14 +233,14 @@ class StoredLinear(Quantization):
         from trtrun.linear.stored.forms import Fp4Weight
 
         codes, blocks, factors = [], [], []
-        for part in source.weight.parts:
-            form = self._read(source, part)
+        for piece, form, order in self._read_all(source):
             assert isinstance(form, Fp4Weight)
             if not bool(form.scale.isfinite().all()):
-                raise CheckpointError(f"'{part.name}' has scales that stand for no number")
-            codes.append(form.unpacked())
-            blocks.append(form.blocks)
-            factors.append(torch.ones_like(form.scale[:, 0]) * (1.0 if form.whole is None else form.whole))
+                raise CheckpointError(f"'{piece.part.name}' has scales that stand for no number")
+            rows = _some(order, 0, piece.rows)
+            codes.append(form.unpacked(rows))
+            blocks.append(form.blocks[rows])
+            factors.append(torch.ones_like(form.scale[rows, 0]) * (1.0 if form.whole is None else form.whole))
         return fp4.pack(torch.cat(codes), torch.cat(blocks), torch.cat(factors), size)
 
     def _load_codes(self, source: WeightSource) -> Tensors:
@@ -246,13 +253,11 @@ class StoredLinear(Quantization):
         codes = torch.zeros((features, inputs), dtype=torch.float8_e4m3fn, device=source.device)
         scale = torch.ones(features, dtype=torch.float32, device=source.device)
         row = 0
-        for part in source.weight.parts:
-            rows = len(part.ranges[0])
-            if rows:
-                form = self._read(source, part)
-                assert isinstance(form, Fp8Weight)
-                codes[row : row + rows], scale[row : row + rows] = form.codes, form.channel_scale()
-            row += rows
+        for piece, form, order in self._read_all(source):
+            assert isinstance(form, Fp8Weight)
+            rows, held = _some(order, 0, piece.rows), slice(row, row + piece.rows)
+            codes[held], scale[held] = form.codes[rows], form.channel_scale()[rows]
+            row += piece.rows
         return {"codes": codes, "scale": scale}
 
     def _load_blocks(self, source: WeightSource) -> Tensors:
@@ -265,13 +270,12 @@ class StoredLinear(Quantization):
         codes = torch.zeros(held["codes"].shape, dtype=torch.float8_e4m3fn, device=source.device)
         scale = torch.ones(held["block_scale"].shape, dtype=torch.float32, device=source.device)
         row = 0
-        for part in source.weight.parts:
-            rows = len(part.ranges[0])
-            if rows:
-                form, block = self._read(source, part), row // BLOCK
-                assert isinstance(form, Fp8Weight)
-                codes[row : row + rows], scale[block : block + len(form.scale)] = form.codes, form.scale
-            row += rows
+        for piece, form, order in self._read_all(source):
+            assert isinstance(form, Fp8Weight)
+            codes[row : row + piece.rows] = form.codes[_some(order, 0, piece.rows)]
+            scales = form.scale if order is None else form.scale[order[::BLOCK] // BLOCK]
+            scale[row // BLOCK : row // BLOCK + len(scales)] = scales
+            row += piece.rows
         return {"codes": codes, "block_scale": scale}
 
     def _load_groups(self, source: WeightSource, size: int) -> Tensors:
@@ -287,27 +291,31 @@ class StoredLinear(Quantization):
         made = {name: torch.zeros(it.shape, dtype=it.dtype, device=source.device) for name, it in held.items()}
         step = max(FEATURES, numbers_at_a_time(source.device) // source.weight.shape[1] // FEATURES * FEATURES)
         row = 0
-        for part in source.weight.parts:
-            rows = len(part.ranges[0])
-            if not rows:
-                continue
-            form = self._read(source, part)
+        for piece, form, order in self._read_all(source):
             assert isinstance(form, PackedWeight)
-            for start in range(0, rows, step):
-                codes, scale, zero = form.grouped(slice(start, min(start + step, rows)), size)
+            for start in range(0, piece.rows, step):
+                codes, scale, zero = form.grouped(_some(order, start, min(start + step, piece.rows)), size)
                 tile = (row + start) // FEATURES
                 held_scale = torch.empty(scale.shape, dtype=source.dtype, device=source.device)
-                source.put(part.name, held_scale, scale)
+                source.put(piece.part.name, held_scale, scale)
                 for name, values in pack(codes, held_scale, zero, form_of_words.step).items():
                     made[name][tile : tile + len(values)] = values
-            row += rows
+            row += piece.rows
         return made
 
 
-def _cut_block(parts: Sequence[TensorSlice]) -> int | None:
-    """How many output features a part has that does not end where a block does, so that one of what is multiplied with
-    as one would have two scales; None where there is no such part."""
-    return next((len(part.ranges[0]) for part in parts[:-1] if len(part.ranges[0]) % BLOCK), None)
+def _some(order: torch.Tensor | None, start: int, stop: int) -> slice | torch.Tensor:
+    """Where rows `start` to `stop` of a rank lie in what was read."""
+    return slice(start, stop) if order is None else order[start:stop]
+
+
+def _why_cut(pieces: Sequence[Piece]) -> str | None:
+    """Say in words why an output feature of what is multiplied with as one would share its blocks with features of
+    other scales; None where none does."""
+    if any(piece.moves_parts_of_blocks for piece in pieces):
+        return f"heads are held in another order than in the files, in parts that are not whole blocks of {BLOCK}"
+    rows = next((piece.rows for piece in pieces[:-1] if piece.rows % BLOCK), None)
+    return None if rows is None else f"{rows} output features beside others are not whole blocks of {BLOCK}"
 
 
 def codes_of_groups(part: TensorSlice, bits: int, group_size: int | None) -> Codes | None:
@@ -330,8 +338,9 @@ def cut_groups(part: TensorSlice, axis: int, size: int) -> range:
         CheckpointError: it ends within one.
     """
     whole, held = part.shape[axis], part.ranges[axis]
-    is_all, share = len(held) == whole, len(held)
-    if not is_all and ((size % share if share < size else share % size) or held.start % min(size, share)):
+    share = len(held)
+    are_whole = not held.start % size and (held.stop == whole or not held.stop % size)
+    if not are_whole and (size % share or held.start % share):
         raise _cannot_be_cut(part, axis, f"groups of {size} share a scale")
     return range(held.start // size, -(-held.stop // size))
 
