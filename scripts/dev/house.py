@@ -54,11 +54,11 @@ MOST: dict[str, float] = {
     "largest_room": 16,
     "long_parameter_lists": 13,
     "long_kernel_parameter_lists": 75,
-    "words": 41_000,
+    "words": 41_200,
     "config_way": 28,
     "request_way": 28,
-    "files": 674,
-    "lines": 116_600,
+    "files": 672,
+    "lines": 116_200,
     "import_share": 0.12,
 }
 LEAST: dict[str, float] = {"median_lines": 170}
