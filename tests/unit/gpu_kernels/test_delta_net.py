@@ -303,9 +303,9 @@ COMPILE = """
 import json, re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from trtrun.kernels.triton.delta_net.inputs import convolve
+from trtrun.kernels.triton.delta_net.inputs import convolve_kernel
 
-names, numbers = list(convolve.arg_names), "rows tokens capacity stride rates_stride".split()
+names, numbers = list(convolve_kernel.arg_names), "rows tokens capacity stride rates_stride".split()
 kinds = dict.fromkeys(names[: names.index("rows")], "*fp32") | dict.fromkeys(numbers, "i32")
 kinds |= {"made": "*bf16", "rates": "*bf16", "value": "*bf16", "key_of_value": "*i64", "numbers": "*i64"}
 kinds |= {"scale": "fp32", "epsilon": "fp32"}
@@ -315,7 +315,7 @@ for remembers in (True, False):
     constants["REMEMBERS"] = remembers
     aligned = [names.index(name) for name in names if kinds.get(name, "")[:1] == "*" and name != "numbers"]
     source = ASTSource(
-        fn=convolve, signature={name: kinds.get(name, "constexpr") for name in names},
+        fn=convolve_kernel, signature={name: kinds.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("stride"))},
     )

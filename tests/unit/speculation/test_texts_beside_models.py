@@ -176,7 +176,7 @@ def test_its_memory_is_counted_where_it_drafts(
         ({**HYBRID, "suffix_decoding_min_match_len": 30}, "is 30 and suffix_decoding_max_tree_depth 24"),
         ({**HYBRID, "max_paths": 2}, "max_paths is an option of method ngram and suffix"),
         ({**HYBRID, "suffix_corpus": "a.txt"}, "suffix_corpus is an option of method suffix"),
-        ({**HYBRID, "method": "suffix"}, "enable_suffix_decoding is an option of method draft_target and medusa"),
+        ({**HYBRID, "method": "suffix"}, "enable_suffix_decoding is an option of method draft_target, medusa, "),
         ({**HYBRID, "method": "medusa", "medusa_choices": [[0], [1]]}, "does not go with a tree: leave medusa_choices"),
         ({"enable_suffix_decodin": True}, "did you mean 'enable_suffix_decoding'?"),
     ],

@@ -18,7 +18,7 @@ LEADER, OWN_FIRST, OWN_END = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
 """Lines of `SegmentStates.numbers`."""
 
 TOKENS, CHANNELS = 8, 128
-"""That a program of `convolve` takes together, and one of `remember`."""
+"""That a program of `convolve_kernel` takes together, and one of `remember_kernel`."""
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _softplus(x):
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "capacity"], do_not_specialize_on_alignment=["numbers"])
-def convolve(
+def convolve_kernel(
     made, rates, ring, ring_corrects, ring_kept, window, window_snapshots, weights, fading, fading_bias, numbers,
     query_key, value, factors, rows, tokens, capacity, stride, rates_stride, scale, epsilon,
     KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SIZE: tl.constexpr,
@@ -84,7 +84,7 @@ def convolve(
 ):  # fmt: skip
     """Make queries, keys and values of one head for TOKENS tokens of a row, in the order in which they go through its
     state; and with values, what the head keeps as each comes, and how much it corrects. Where rows have no more tokens,
-    a program REMEMBERS what its channels need, as `remember` does.
+    a program REMEMBERS what its channels need, as `remember_kernel` does.
 
     A token's numbers lie in one warp whatever the number of tokens, so that sums have one order.
     """
@@ -180,7 +180,7 @@ def convolve(
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "capacity"], do_not_specialize_on_alignment=["numbers"])
-def remember(
+def remember_kernel(
     made, ring, ring_corrects, ring_kept, window, window_snapshots, factors, numbers, rows, tokens, capacity, stride,
     VALUES: tl.constexpr, SIZE: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from trtrun.kernels.cuda.delta_net import Tokens
 from trtrun.kernels.torch.delta_net import LEAST_SQUARES, DeltaNetWeights
-from trtrun.kernels.triton.delta_net.inputs import CHANNELS, TOKENS, convolve, remember
+from trtrun.kernels.triton.delta_net.inputs import CHANNELS, TOKENS, convolve_kernel, remember_kernel
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kvcache.row_states import LayerStates, SegmentStates
 
@@ -87,7 +87,7 @@ class TritonDeltaNet:
             made.new_empty((rows * tokens, weights.values, weights.value_dim)),
             made.new_empty((rows * tokens, weights.values, 2), dtype=torch.float32),
         )
-        convolve[(triton.cdiv(tokens, TOKENS), 2 * weights.keys + weights.values, rows)](
+        convolve_kernel[(triton.cdiv(tokens, TOKENS), 2 * weights.keys + weights.values, rows)](
             made, rates, *states.inputs, states.states[0], states.snapshots[0], weights.convolution, weights.fading,
             weights.fading_bias, segment_states.numbers, *brought, rows, tokens, states.inputs[0].shape[1],
             made.stride(0), rates.stride(0), weights.key_dim**-0.5, LEAST_SQUARES,
@@ -101,7 +101,7 @@ class TritonDeltaNet:
         self, made: torch.Tensor, brought: Tokens, states: LayerStates, segment_states: SegmentStates
     ) -> None:
         rows, channels = segment_states.segment.rows, self._weights.channels
-        remember[(triton.cdiv(channels, CHANNELS), rows)](
+        remember_kernel[(triton.cdiv(channels, CHANNELS), rows)](
             made, *states.inputs, states.states[0], states.snapshots[0], brought.factors, segment_states.numbers,
             rows, len(brought.value) // rows, states.inputs[0].shape[1], made.stride(0),
             VALUES=self._weights.values, SIZE=channels, KERNEL=len(self._weights.convolution), TAPS=self._taps,
