@@ -47,12 +47,14 @@ class Format:
         write: one matrix.
         beside: hf_quant_config.json.
         plain: modules that the format leaves as they are.
+        others: of modules by a part of their name what writes their matrices in place of `write`.
     """
 
     config: Mapping[str, Any]
     write: Writer
     beside: Mapping[str, Any] = field(default_factory=dict)
     plain: tuple[str, ...] = ("lm_head",)
+    others: Mapping[str, Writer] = field(default_factory=dict)
 
 
 def make_pair(path: Path, name: str | Format, seed: int = 0, **overrides: Any) -> tuple[Path, Path]:
@@ -117,7 +119,8 @@ def store_in_format(dense_path: Path, stored_path: Path, made: Format, seed: int
         if weight.dim() != 2 or is_router or "embed_tokens" in key or any(part in module for part in made.plain):
             stored[key] = dense[key] = weight
             continue
-        tensors, dense[key] = made.write(weight, generator)
+        write = next((write for part, write in made.others.items() if part in module), made.write)
+        tensors, dense[key] = write(weight, generator)
         stored |= {f"{module}.{end}": value.contiguous() for end, value in tensors.items()}
     save_weights(dense_path, dense)
     save_weights(stored_path, stored)
@@ -316,3 +319,24 @@ FORMATS: dict[str, Format] = {
         gptq_config(64, desc_act=True, sym=False, lm_head=True), write_gptq(64, zeros=True, order=True), plain=()
     ),
 }
+
+MIXED = Format(
+    {},
+    write_fp4(16, ("weight", "weight_scale_2")),
+    {
+        "quantization": {
+            "quant_algo": "MIXED_PRECISION",
+            "kv_cache_quant_algo": None,
+            "quantized_layers": {
+                f"model.layers.{index}.{module}": said
+                for index in range(4)
+                for module, said in (
+                    *((f"self_attn.{name}_proj", {"quant_algo": "FP8"}) for name in "qkvo"),
+                    ("mlp", {"quant_algo": "W4A16_NVFP4", "group_size": 16}),
+                )
+            },
+        }
+    },
+    others={"self_attn": write_fp8("tensor")},
+)
+"""ModelOpt's, with an algorithm for each module."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from paged import PagedModel
 from pipelines import configuration, make_llm
-from quantized_checkpoints import FORMATS, edit_quantization, make_pair
+from quantized_checkpoints import FORMATS, MIXED, edit_quantization, make_pair
 from safetensors.torch import load_file
 
 from launch.jobs.plan.start_ranks import inspect_files
@@ -78,6 +78,20 @@ def test_logits_are_those_of_the_dense_checkpoint(tmp_path: Path, name: str, tp_
         size = shard_bytes(read_model_config(stored), rank, tp_size, torch.float32)
         assert report.shard_bytes == size == reference.reports[rank].shard_bytes
         assert report.bytes_read < 0.75 * reference.reports[rank].bytes_read
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_modules_may_have_algorithms_of_their_own(tmp_path: Path, tp_size: int) -> None:
+    """Attention in FP8, which GPUs hold as it is, and the rest in NVFP4, named by the module that it lies in."""
+    stored, dense = make_pair(tmp_path, MIXED)
+    check_logits(stored, dense, tp_size)
+    config = read_model_config(stored)
+    held = {weight.parts[0].name: config.quantization_of(weight, DENSE) for weight in config.weights}
+    names = {name.split(".")[-2]: one.layout.name for name, one in held.items() if isinstance(one, StoredLinear)}
+    assert names == {
+        **dict.fromkeys(("q_proj", "o_proj"), "modelopt FP8"),
+        **dict.fromkeys(("gate_proj", "down_proj"), "modelopt NVFP4"),
+    }
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "fp8 block ue8m0"])

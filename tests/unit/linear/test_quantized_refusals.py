@@ -99,6 +99,18 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
         {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
         "modelopt weights with quant_algo 'NVFP4_AWQ' are not supported;",
     ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "x"}}},
+        "modelopt weights of a.b with quant_algo 'x' are not supported; known: FP8,",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": 4}},
+        "'a.b' of quantization_config must be an object, not 4",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        "modelopt NVFP4 weights with group_size 32 are not supported; known: 16",
+    ),
     ({"quant_method": "modelopt"}, "modelopt weights with quant_algo None are not supported; known: FP8, FP8_PER"),
     ({"quant_method": "modelopt", "quantization": 4}, "'quantization' of quantization_config must be an object, not 4"),
     (compressed({}, None, "float-quantized", config_groups={}), "'config_groups' .* must name groups of modules"),

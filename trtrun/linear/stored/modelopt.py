@@ -5,7 +5,7 @@ Source: modelopt/torch/export (quant_utils, convert_hf_config).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
 from trtrun.linear.stored.byte_layouts import Fp4Layout, Fp8Layout
 from trtrun.linear.stored.layout import Codes, Layout, StoredLinear, cut_groups, cut_words, stored_as
-from trtrun.linear.stored.settings import ModuleNames, everywhere, read_group_size, read_names, read_section
+from trtrun.linear.stored.settings import ModuleNames, everywhere, read_group_size, read_names, read_section, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -78,12 +78,19 @@ def _read_awq(section: Mapping[str, Any]) -> Layout:
     return ModelOptAwqLayout(read_group_size({**weights, **section}, _DEFAULT_GROUP))
 
 
+def _read_nvfp4(section: Mapping[str, Any]) -> Layout:
+    refuse(section, "group_size", 16, method="modelopt NVFP4", default=16)
+    return Fp4Layout("modelopt NVFP4", "weight", 16, "weight_scale_2")
+
+
 _ALGORITHMS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "FP8": lambda section: Fp8Layout("modelopt FP8", "static", "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": lambda section: Fp8Layout("modelopt FP8", "token", "channel"),
     "W4A16_AWQ": _read_awq,
-    "NVFP4": lambda section: Fp4Layout("modelopt NVFP4", "weight", 16, "weight_scale_2"),
+    "NVFP4": _read_nvfp4,
+    "W4A16_NVFP4": _read_nvfp4,
 }
+_MIXED, _LAYERS = "MIXED_PRECISION", "quantized_layers"
 
 
 _OF_KEYS_AND_VALUES = ("kv_cache_quant_algo", "kv_cache_scheme")
@@ -101,9 +108,30 @@ def parse(values: Mapping[str, Any]) -> StoredQuantizations:
     algorithm = section.get("quant_algo")
     if algorithm is None and any(place.get(key) for place in (values, section) for key in _OF_KEYS_AND_VALUES):
         return lambda name: None
+    if algorithm == _MIXED:
+        return _parse_layers(section)
+    plain = ModuleNames(read_names(section, "ignore", "exclude_modules"), are_globs=True)
+    return everywhere(_read(section, "weights", (*_ALGORITHMS, _MIXED)), plain, has_head=True)
+
+
+def _parse_layers(section: Mapping[str, Any]) -> StoredQuantizations:
+    """Each module that is named, or lies in one that is, has an algorithm of its own; others are plain."""
+    layers = read_section(section, _LAYERS)
+    held = {name: _read(read_section(layers, name), f"weights of {name}", tuple(_ALGORITHMS)) for name in layers}
+
+    def find_stored(name: str) -> StoredLinear | None:
+        module = name.removesuffix(".weight")
+        while module and module not in held:
+            module = module.rpartition(".")[0]
+        return held.get(module)
+
+    return find_stored
+
+
+def _read(section: Mapping[str, Any], whose: str, known: Sequence[str]) -> StoredLinear:
+    algorithm = section.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise CheckpointError(
-            f"modelopt weights with quant_algo {shorten(algorithm)} are not supported; known: {', '.join(_ALGORITHMS)}"
+            f"modelopt {whose} with quant_algo {shorten(algorithm)} are not supported; known: {', '.join(known)}"
         )
-    plain = ModuleNames(read_names(section, "ignore", "exclude_modules"), are_globs=True)
-    return everywhere(StoredLinear(_ALGORITHMS[algorithm](section)), plain, has_head=True)
+    return StoredLinear(_ALGORITHMS[algorithm](section))
