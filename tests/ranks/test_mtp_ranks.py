@@ -58,6 +58,7 @@ def test_texts_are_plain_decodings_and_drafts_the_layers(
             continue
         section = {"method": "mtp", "draft_len": 3, "ahead": ahead}
         own = {"heads": drafts_from, "heads_apart": name == "1+1", "devices": HERE[name], "dtype": dtype}
+        own["expert_parallel"] = family == "glm4_moe"
         config = configuration(target, None, speculation=section, **own, **TIGHT)
         with monkeypatch.context() as patch:
             seen = Proposals(patch, EagleDrafter)

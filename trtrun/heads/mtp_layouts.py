@@ -27,6 +27,7 @@ from trtrun.heads.head_plan import JoiningPlan
 from trtrun.heads.heads import HEADS
 from trtrun.kvcache.specs import LayerSpecs
 from trtrun.models.config import ModelConfig
+from trtrun.models.experts_plan import cut_by_experts, find_experts
 from trtrun.models.installed_families import find_family
 from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.weights.weight import Share
@@ -58,6 +59,8 @@ def read_mtp(path: Path, target: ModelConfig, section: SpeculationSection) -> Ea
             f"{path}: {target.architecture} has no layers that draft, or none that are known here: set "
             "speculation.method to another"
         )
+    if any(plan.by_experts for layer in target.layers for plan in find_experts(layer)):
+        mtp = cut_by_experts(mtp)
     hidden = target.hidden_size
     return EaglePlan(
         name="MTP",

@@ -164,6 +164,11 @@ class BlockTable:
                     self._snapshots.release([self._taken.pop(index)])
             self.num_committed_blocks = full
 
+    def withdraw(self) -> None:
+        """Offer none of its blocks for reuse any more: what was computed with numbers that are not finite has left some
+        in blocks of chunks, also behind tokens that no row fails on."""
+        self._cache.withdraw(self.blocks)
+
     def release(self) -> None:
         """Give all blocks back. The last block goes first, so that ends of chains are evicted before starts."""
         if self._windows is not None:

@@ -129,6 +129,13 @@ class PrefixCache:
         for places in self._beside:
             places.mark_cached(block)
 
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Offer some blocks no more, where they are offered; who holds them keeps them."""
+        for block in blocks:
+            if block in self._digest_of:
+                self._forget(block)
+                self._pool.unmark_cached(block)
+
     def clear(self) -> None:
         """Forget every chain; evictable blocks become free."""
         for block in self._digest_of:

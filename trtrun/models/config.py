@@ -46,7 +46,13 @@ _MOST = {
     "num_hidden_layers": 4096,
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
-    "head_dim": 2**13,
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**13),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 2**12),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**22),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "hidden_size_per_layer_input"), 2**16),
+    "vocab_size_per_layer_input": 2**24,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**14),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), 2**13),
 }
 """Sizes well beyond any model's: what is larger is a misprint, refused before anything is counted or allocated."""
 

@@ -388,6 +388,8 @@ class Scheduler:
                 count_draft(planned, verified, num_tokens[index], found, is_hit)
                 row = commit_row(planned, index, verified, num_tokens[index], tokens[index], self.limits, now)
                 if row.completion.finish_reason is not None:
+                    if row.completion.finish_reason == "error":
+                        row.completion.table.withdraw()
                     self._release(row.completion)
                     self._forget(row.completion)
                 results.append(row)

@@ -81,6 +81,15 @@ def test_rows_after_a_failed_one_are_as_before_it(
             assert run(llm, prompts) == expected
 
 
+def test_blocks_of_a_failed_row_are_offered_no_more(target: Path) -> None:
+    """Of its first chunk, where kernels on CPUs go through tokens before the poison together with it."""
+    scheduler, cache = {"max_batch_size": 3, "max_num_tokens": 37}, {"max_tokens": 512, "block_size": 4}
+    with make_llm(target, scheduler=scheduler, kv_cache=cache, dtype="bfloat16") as llm:
+        prompt = healthy(9)[:20]
+        assert run(llm, [[*prompt, *[POISON] * 20]]) == [NOT_FINITE]
+        assert run(llm, [prompt]) == run(llm, [prompt], cache_salt="of its own") != [NOT_FINITE]
+
+
 @pytest.mark.parametrize(("reuse", "plans_ahead"), [(False, 1), (True, 0)])
 def test_places_that_failed_rows_got_for_later_chunks_are_cleared_before_others_have_them(
     tmp_path: Path, reuse: bool, plans_ahead: int

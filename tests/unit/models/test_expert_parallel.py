@@ -17,13 +17,16 @@ from quantized_checkpoints import FORMATS, edit_tensors, store_in_format
 from test_model_invariance import choose_kernels
 from test_model_logits import check_logits
 
+from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.heads.heads import read_heads
 from trtrun.kernels.cpu.operations import CpuOperations
 from trtrun.kvcache.sizing import format_bytes
 from trtrun.loading.loading import shard_bytes
 from trtrun.loading.weight_check import check_model_weights
 from trtrun.memory.expert_cuts import HeldModel, describe_expert_cuts
 from trtrun.models.config import read_model_config
+from trtrun.models.experts_plan import find_experts
 from trtrun.start.job_spec import JobSpec
 from trtrun.weights.weight import Share
 
@@ -80,6 +83,15 @@ def test_stored_experts_lie_whole_on_ranks(tmp_path: Path) -> None:
     store_in_format(*paths, FORMATS["awq of whole rows"])
     dense, stored = (PagedModel(path, tp_size=4, by_experts=True).forward([[(0, 0, [1, 2, 3])]]) for path in paths)
     torch.testing.assert_close(dense, stored, atol=1e-4, rtol=1e-4)
+
+
+def test_the_layer_that_drafts_is_cut_as_the_others(tmp_path: Path) -> None:
+    """Stored blocks of its experts might not be cut by features either."""
+    config = read_model_config(write_family(tmp_path, "glm4_moe", num_nextn_predict_layers=1))
+    section = SpeculationSection(method="mtp")
+    for model, by_experts in ((config.cut_by_experts(), True), (config, False)):
+        head: Any = read_heads(tmp_path, model, section, 2)
+        assert [plan.by_experts for plan in find_experts(head.first)] == [by_experts]
 
 
 def test_what_cannot_be_cut_by_experts_is_refused(tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'hidden_size' is 1000000000000000000000000000000, more than any model has: at most 10485",
     ),
     ({"num_hidden_layers": 10**8}, "'num_hidden_layers' is 100000000, more than any model has: at most 4096 are taken"),
+    (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**9},
+        "'num_local_experts' is 1000000000, more than any model has: at most 4096 are taken",
+    ),
     ({"rope_parameters": {"rope_theta": 10**400}}, "is not valid JSON: it holds a whole number of 401 digits"),
     ({"rope_parameters": {"rope_theta": float("inf")}}, "'rope_theta' must be a positive number, not inf"),
     ({"attention_bias": "false"}, "'attention_bias' must be true or false, not 'false'"),
