@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallel.sharding import kv_heads_for_rank, query_heads_for_rank
+from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE
 from trtrun.kvcache.specs import RecurrentState
+from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.models.layer_plan import ModelShape, NormPlan
 from trtrun.weights.weight import Axis, LinearPlan, Rows, Share, StoredTensor, Weight
 
@@ -136,7 +138,9 @@ class DeltaNetPlan:
         from trtrun.kernels.torch.delta_net import DeltaNetWeights
         from trtrun.layers.delta_net import Apart, Brought, DeltaNet, Together
 
-        keys, values = self.keys.units(reader.share), self.values.units(reader.share)
+        shape, keys, values = self.shape, self.keys.units(reader.share), self.values.units(reader.share)
+        tile = prompt_width(LARGEST_TILE, *(len(axis.units(reader.share)) for axis in (shape.queries, shape.keys)))
+        assert tile is not None
         of_key = self.value_heads // self.key_heads
         weights = DeltaNetWeights(
             len(keys),
@@ -149,6 +153,7 @@ class DeltaNetPlan:
             fading_bias=reader.tensor(self.fading_bias).float(),
             norm=self.norm.read(reader),
             epsilon=self.norm.eps,
+            tile=tile,
         )
         states, rates = self.states.weight, self.corrections.weight
         product = reader.joined_product(states, rates)

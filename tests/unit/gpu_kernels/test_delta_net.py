@@ -70,11 +70,13 @@ class Fed:
 class Rows:
     """A layer's states of some rows, which `net` carries on."""
 
-    def __init__(self, net: DeltaNet, weights: DeltaNetWeights, device: torch.device = DEVICE) -> None:
+    def __init__(
+        self, net: DeltaNet, weights: DeltaNetWeights, device: torch.device = DEVICE, refed: int = REFED
+    ) -> None:
         self._net, self._device = net, device
         parts = (KERNEL - 1, weights.channels), (weights.values, weights.key_dim, weights.value_dim)
         spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)))
-        self.states = RowStates({0: spec}, StateSpace(ROWS, REFED, True, num_snapshots=3), 1 + ROWS, device)
+        self.states = RowStates({0: spec}, StateSpace(ROWS, refed, True, num_snapshots=3), 1 + ROWS, device)
         self.states.announce(np.array([[row, 0, 1 + row] for row in range(ROWS)]))
         self.states.begin([(row, 0, 0) for row in range(ROWS)])
 
@@ -152,11 +154,11 @@ class TorchRecurrence:
                     read[place + position] = (matrix * query).sum(1).flatten().to(read.dtype)
 
 
-def nets(shape: Shape) -> tuple[DeltaNet, DeltaNetWeights]:
+def nets(shape: Shape, tile: int = 8) -> tuple[DeltaNet, DeltaNetWeights]:
     """Of kernels, and its weights."""
     from trtrun.kernels.triton.delta_net.net import TritonDeltaNet
 
-    weights = make_weights(shape)
+    weights = make_weights(shape)._replace(tile=tile)
     return TritonDeltaNet(weights, CudaRecurrence(weights) if HAS_GPU else TorchRecurrence(weights)), weights
 
 
@@ -215,6 +217,20 @@ def test_rejected_tokens_and_other_rows_leave_no_trace(shape: Shape) -> None:
             at[row] += kept
     for row in range(ROWS):
         assert torch.equal(torch.cat(found[row]), expected[row][: at[row]]), row
+
+
+def test_narrow_tiles_of_a_prompt_are_one_row() -> None:
+    """Of so few tokens that those of rows apart would be remembered as they are made."""
+    net, weights = nets(SHAPES[0], tile=2)
+    made, rates = make_tokens(weights, 12, 3)
+    expected, rows = alone(net, weights, (made, rates)), Rows(net, weights, refed=2)
+    found = rows.feed(Fed(0, 0, made[:1], rates[:1], before=1), *(_tile(made, rates, at) for at in (1, 3)))
+    found += rows.feed(*(_tile(made, rates, at) for at in (5, 7, 9)))
+    assert torch.equal(torch.cat(found), expected[:11])
+
+
+def _tile(made: torch.Tensor, rates: torch.Tensor, first: int) -> Fed:
+    return Fed(0, first, made[first : first + 2], rates[first : first + 2])
 
 
 def _part(row: int, tokens: Sequence[torch.Tensor], first: int, count: int) -> Fed:

@@ -34,6 +34,7 @@ class DeltaNetWeights(NamedTuple):
         fading_bias: [values] float32: added to what says how it fades.
         norm: [value_dim], of what a value head reads.
         epsilon: of the norm.
+        tile: queries of a tile of a prompt on GPUs, of which a row may have several in a forward.
     """
 
     keys: int
@@ -46,6 +47,7 @@ class DeltaNetWeights(NamedTuple):
     fading_bias: torch.Tensor
     norm: torch.Tensor
     epsilon: float
+    tile: int = 1
 
     @property
     def channels(self) -> int:

@@ -62,10 +62,13 @@ class TritonDeltaNet:
         weights = self._weights
         read = made.new_empty((len(made), weights.values * weights.value_dim))
         for segment in segments:
-            tokens = states.inputs[0].shape[1] + segment.segment.queries
-            brought = self._convolve(made, rates, states, segment, tokens)
+            queries = segment.segment.queries
+            tokens = states.inputs[0].shape[1] + queries
+            # Where rows may be tiles of one, all of it has been read before anything is written.
+            remembers = tokens <= TOKENS and queries < weights.tile
+            brought = self._convolve(made, rates, states, segment, remembers)
             self._recurrence(brought, states, segment, read)
-            if tokens > TOKENS:
+            if not remembers:
                 self._remember(made, brought, states, segment)
         output = torch.empty_like(read)
         if len(made):
@@ -77,11 +80,16 @@ class TritonDeltaNet:
         return output
 
     def _convolve(
-        self, made: torch.Tensor, rates: torch.Tensor, states: LayerStates, segment_states: SegmentStates, tokens: int
+        self,
+        made: torch.Tensor,
+        rates: torch.Tensor,
+        states: LayerStates,
+        segment_states: SegmentStates,
+        remembers: bool,
     ) -> Tokens:
-        """What the tokens of a segment's rows bring, `tokens` of each at most. Few are remembered, too: tiles of a
-        prompt, which may be one row's, are wider."""
+        """What the tokens of a segment's rows bring, which are remembered on the way where that is asked for."""
         weights, rows = self._weights, segment_states.segment.rows
+        tokens = states.inputs[0].shape[1] + segment_states.segment.queries
         brought = Tokens(
             made.new_empty((rows * tokens, 2 * weights.keys, weights.key_dim), dtype=torch.float32),
             made.new_empty((rows * tokens, weights.values, weights.value_dim)),
@@ -93,7 +101,7 @@ class TritonDeltaNet:
             made.stride(0), rates.stride(0), weights.key_dim**-0.5, LEAST_SQUARES,
             KEYS=weights.keys, VALUES=weights.values, KEY_DIM=weights.key_dim, VALUE_DIM=weights.value_dim,
             SIZE=triton.next_power_of_2(max(weights.key_dim, weights.value_dim)), KERNEL=len(weights.convolution),
-            TAPS=self._taps, TOKENS=TOKENS, REMEMBERS=tokens <= TOKENS, num_warps=4, **early(made),
+            TAPS=self._taps, TOKENS=TOKENS, REMEMBERS=remembers, num_warps=4, **early(made),
         )  # fmt: skip
         return brought
 
