@@ -171,6 +171,9 @@ SHAPES = {
     "30b-a3b-draft": Shape(2048, 6144, 4, 32, 4, 151936, experts=Experts(128, 8, 768), head_size=128),
     "27b-states": Shape(5120, 17408, 64, 24, 4, 248320, head_size=256, says=_STATES),
     "27b-states-draft": Shape(5120, 17408, 4, 24, 4, 248320, head_size=256, says=_STATES),
+    "27b-states-long": Shape(
+        5120, 17408, 64, 24, 4, 248320, head_size=256, says=_STATES | {"max_position_embeddings": 131072}
+    ),
     "35b-a3b": Shape(2048, 512, 40, 16, 2, 248320, head_size=256, says=_STATES_AND_EXPERTS),
     "35b-a3b-draft": Shape(2048, 512, 4, 16, 2, 248320, head_size=256, says=_STATES_AND_EXPERTS),
     "gpt-oss-120b": Shape(2880, 2880, 36, 64, 8, 201088, head_size=64, says=_GPT_OSS),
@@ -196,6 +199,7 @@ PAIRS = {
     "3b": Pair("3b", "3b-draft", 5),
     "30b-a3b": Pair("30b-a3b", "30b-a3b-draft", 5),
     "27b-states": Pair("27b-states", "27b-states-draft", 3),
+    "27b-states-long": Pair("27b-states-long", "27b-states-draft", 3),
     "35b-a3b": Pair("35b-a3b", "35b-a3b-draft", 3),
     "v2-lite": Pair("v2-lite", "v2-lite-draft", 5),
     "gpt-oss-120b": Pair("gpt-oss-120b", "gpt-oss-120b-draft", 5),

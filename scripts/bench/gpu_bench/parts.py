@@ -97,6 +97,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     for pair in FAMILY_PAIRS:
         yield Part(pair, f"{pair}-shaped pair, plain and speculative", 90, partial(play_family, pair=pair), False)
     yield Part("27b-mtp", "27b-states-shaped target with an MTP layer, plain and speculative", 70, play_mtp, False)
+    about = "27b-states-shaped target behind prompts of up to 100,000 tokens"
+    yield Part("27b-long", about, 150, play_long_states, False)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)
     yield Part("budgets", "rows whose thoughts have a budget beside others, plain and speculative", 60, play_budgets)
     yield Part(
@@ -248,6 +250,16 @@ def play_mtp(bench: Workbench) -> None:
     values["speculation"] = {"method": "mtp", "draft_len": 3, "pacing": "fixed", "forced_acceptance": 3.2}
     config.write_text(json.dumps(values), encoding="utf-8")
     _speed_table(bench, "27b-states-shaped target with an MTP layer", bench.bench(config, bench.options.scale.rows))
+
+
+def play_long_states(bench: Workbench) -> None:
+    """What a token takes behind short prompts and long ones, where three of four layers keep a state."""
+    config = bench.config("27b-states-long", ONE, drafts=False)
+    report = bench.bench(config, bench.options.scale.states, "--max-tokens", 32, "--repeats", 1)
+    table = bench.table("27b-states-shaped target, plain", "rows", "ms a token", "first token ms")
+    for entry in report["results"]:
+        case = entry["plain"]
+        table.add(name_workload(entry), case["time_per_output_token_ms"], case["time_to_first_token_ms"])
 
 
 def play_parallel(bench: Workbench) -> None:

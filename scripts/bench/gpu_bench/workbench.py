@@ -31,6 +31,7 @@ class Scale:
         most_rows: another, larger one.
         exact_rows: the same for the comparison of texts.
         long_prompts: workloads of long prompts, as --rows names them.
+        states: workloads of longer and longer prompts, for layers that keep states.
         cold: workloads whose first runs are compared with later ones, by the number of devices.
         max_tokens: new tokens of each prompt.
         repeats: timed runs of each case.
@@ -41,6 +42,7 @@ class Scale:
     most_rows: int
     exact_rows: tuple[int, ...]
     long_prompts: tuple[str, ...]
+    states: tuple[str, ...]
     cold: dict[int, tuple[str, ...]]
     max_tokens: int
     repeats: int
@@ -52,8 +54,21 @@ ONE_COLD = ("1", "4", "16", "48", "100", "4x500", "1x12000", "16@0.7")
 COLD = {1: ONE_COLD, 2: ("1", "8", "32", "4x6000", "20@0.7"), 4: ONE_COLD, 8: ONE_COLD}
 
 SCALES = {
-    "cuda": Scale((1, 8, 32), 128, (1, 8, 32, 64), ("1x2000", "8x2000", "1x8000"), COLD, 128, 3, 200, 256),
-    "cpu": Scale((1, 2), 4, (1, 2), ("1x48", "2x48", "1x96"), dict.fromkeys(COLD, ("1", "2x48")), 8, 1, 40, 24),
+    "cuda": Scale(
+        (1, 8, 32),
+        128,
+        (1, 8, 32, 64),
+        ("1x2000", "8x2000", "1x8000"),
+        ("1x1000", "1x8000", "1x32000", "1x100000"),
+        COLD,
+        128,
+        3,
+        200,
+        256,
+    ),
+    "cpu": Scale(
+        (1, 2), 4, (1, 2), ("1x48", "2x48", "1x96"), ("1x48", "1x96"), dict.fromkeys(COLD, ("1", "2x48")), 8, 1, 40, 24
+    ),
 }
 """On CPU slots it is the programs that are tried, with tiny models."""
 
