@@ -38,10 +38,10 @@ DEVICE, DTYPE = torch.device("cuda" if HAS_GPU else "cpu"), torch.bfloat16 if HA
 BOUND = 2e-2 if HAS_GPU else 3e-3
 KERNEL, ROWS, BLOCK, REFED = 4, 3, 4096, 5
 Shape = tuple[int, int, int, int]
-SHAPES: list[Shape] = [(2, 4, 32, 24), (1, 3, 64, 8)]
+SHAPES: list[Shape] = [(2, 4, 32, 8)]
 """Heads of keys and of values, and numbers of both."""
 if HAS_GPU:
-    SHAPES += [(16, 48, 128, 128), (16, 32, 128, 128)]
+    SHAPES += [(1, 3, 64, 24), (16, 48, 128, 128), (16, 32, 128, 128)]
 
 
 def make_weights(shape: Shape) -> DeltaNetWeights:
@@ -238,7 +238,7 @@ def _part(row: int, tokens: Sequence[torch.Tensor], first: int, count: int) -> F
     return Fed(row, first, made, rates, before=row % 2, behind=row // 2)
 
 
-@pytest.mark.parametrize("saved_at", [4, 6, 9, 11])
+@pytest.mark.parametrize("saved_at", [4, 6, 11])
 def test_rows_go_on_from_snapshots(saved_at: int) -> None:
     """Taken in front of what was fed before, within it, and at the end of a chunk."""
     net, weights = nets(SHAPES[0])
