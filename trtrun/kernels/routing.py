@@ -18,7 +18,7 @@ class Routing:
         summed: best scores of a group that are added up to its own.
         factor: of shares.
         in_float32: whether logits are computed in float32.
-        beside: experts behind all others that each token has beside those that it chooses, with a share of 1.
+        num_shared: experts of all tokens behind the others, each with a share of 1.
         is_gated: whether that share is the sigmoid of a logit, which stands behind those of experts.
     """
 
@@ -29,7 +29,7 @@ class Routing:
     summed: int = 1
     factor: float = 1.0
     in_float32: bool = False
-    beside: int = 0
+    num_shared: int = 0
     is_gated: bool = False
 
 

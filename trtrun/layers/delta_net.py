@@ -6,8 +6,7 @@ rows these are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,10 +15,6 @@ from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.torch.delta_net import DeltaNetWeights
 from trtrun.kvcache.store import LayerCache
 from trtrun.layers.decoder_layer import RowParallelLinear
-from trtrun.linear.layer import Linear
-
-Brought = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""x [tokens, hidden] → what tokens bring to states, and rates; rows may have gaps between them."""
 
 
 class DeltaNet:
@@ -27,48 +22,28 @@ class DeltaNet:
 
     Args:
         weights: of the rank's heads.
-        brought: hidden to queries, keys, values, and gates of values, in this order; and a number of each value head
-            that says how much it corrects, then one that says how it fades.
+        inputs: hidden to queries, keys, values, and gates of values, in this order; then to a number of each value head
+            that says how much it corrects, and one that says how it fades. One product of all of them, or a second one
+            of the numbers.
         output: the value heads back to hidden.
     """
 
     takes_rounded_rows: Rounding | None = None
 
-    def __init__(self, weights: DeltaNetWeights, brought: Brought, output: RowParallelLinear) -> None:
+    def __init__(
+        self,
+        weights: DeltaNetWeights,
+        inputs: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+        output: RowParallelLinear,
+    ) -> None:
         self.output = output
-        self._brought = brought
+        self._inputs, self._num_rates = inputs, 2 * weights.values
         self._carry_on = operations_of(weights.convolution.device.type).delta_net(weights)
 
     def __call__(self, x: Activations, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache) -> torch.Tensor:
         """x [tokens, hidden], normalised → [tokens, this rank's value heads * value_dim], for `output`."""
         assert isinstance(x, torch.Tensor), "norms round for none that does not say that it takes such rows"
         assert cache.states is not None and cache.segment_states is not None, "the layer keeps a state"
-        return self._carry_on(*self._brought(x), cache.states, cache.segment_states)
-
-
-@dataclass(frozen=True)
-class Together:
-    """What tokens bring, by one product.
-
-    Attributes:
-        product: hidden to all of it.
-        rates: how many of its numbers, the last ones, are rates.
-    """
-
-    product: Callable[[torch.Tensor], torch.Tensor]
-    rates: int
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made = self.product(x)
-        return made[:, : -self.rates], made[:, -self.rates :]
-
-
-@dataclass(frozen=True)
-class Apart:
-    """What tokens bring, by two layers."""
-
-    states: Linear
-    rates: Linear
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.states(x), self.rates(x)
+        made = [product(x) for product in self._inputs]
+        states, rates = made if len(made) > 1 else made[0].tensor_split([-self._num_rates], dim=1)
+        return self._carry_on(states, rates, cache.states, cache.segment_states)

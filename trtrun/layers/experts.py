@@ -1,5 +1,5 @@
 """A feed-forward layer of experts: a router chooses some of them for each token, and their results are added up by its
-shares; an expert that all tokens go through may stand beside.
+shares. An expert that all tokens go through may stand beside, or a feed-forward layer between norms of its own.
 
 Ranks share out the features of each expert, or the experts. It knows activations and the communicator. It does not know
 which layer it is, or how experts are held.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
@@ -20,7 +22,7 @@ from trtrun.errors import ConfigError
 from trtrun.kernels.arguments import Activations, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.torch.experts import Choice, Experts
-from trtrun.layers.decoder_layer import MLP
+from trtrun.layers.decoder_layer import MLP, RMSNorm
 
 
 class SharedExpert:
@@ -173,3 +175,33 @@ class ExpertsMLP:
         assert isinstance(x, torch.Tensor), "norms round for none that does not say that it takes such rows"
         output = self._experts(x, self._choose(self._router(x if for_router is None else for_router)))
         return output if self._shared is None else self._shared.add_to(output, x)
+
+
+@dataclass
+class ExpertsBesideMLP:
+    """norm(mlp(norm(x))) + norm(experts(norm(x))), with all norms of their own; and one of what the router reads.
+
+    Attributes:
+        mlp: of all tokens.
+        experts: of which each token chooses some.
+        router_norm: of what the router reads.
+        input_norm, output_norm: around `mlp`.
+        experts_input_norm, experts_output_norm: around `experts`.
+    """
+
+    mlp: MLP
+    experts: ExpertsMLP
+    router_norm: RMSNorm
+    input_norm: RMSNorm
+    output_norm: RMSNorm
+    experts_input_norm: RMSNorm
+    experts_output_norm: RMSNorm
+
+    takes_rounded_rows: ClassVar[Rounding | None] = None
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """x [tokens, hidden], the residual stream → [tokens, hidden], equal on all ranks."""
+        assert isinstance(x, torch.Tensor), "what rounds asks before"
+        of_all = self.output_norm(self.mlp(self.input_norm(x)))
+        chosen = self.experts(self.experts_input_norm(x), self.router_norm(x))
+        return of_all.add_(self.experts_output_norm(chosen))

@@ -136,7 +136,7 @@ class DeltaNetPlan:
         import torch
 
         from trtrun.kernels.torch.delta_net import DeltaNetWeights
-        from trtrun.layers.delta_net import Apart, Brought, DeltaNet, Together
+        from trtrun.layers.delta_net import DeltaNet
 
         shape, keys, values = self.shape, self.keys.units(reader.share), self.values.units(reader.share)
         tile = prompt_width(LARGEST_TILE, *(len(axis.units(reader.share)) for axis in (shape.queries, shape.keys)))
@@ -157,12 +157,8 @@ class DeltaNetPlan:
         )
         states, rates = self.states.weight, self.corrections.weight
         product = reader.joined_product(states, rates)
-        brought: Brought = (
-            Together(product, 2 * len(values))
-            if product is not None
-            else Apart(reader.linear(states), reader.linear(rates))
-        )
-        return DeltaNet(weights, brought, reader.row_parallel(self.output.weight))
+        inputs = [reader.linear(states), reader.linear(rates)] if product is None else [product]
+        return DeltaNet(weights, inputs, reader.row_parallel(self.output.weight))
 
 
 def _sizes(parts: Mapping[str, Axis]) -> dict[str, int]:

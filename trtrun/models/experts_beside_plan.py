@@ -14,7 +14,7 @@ from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
     from trtrun.layers.decoder_layer import RMSNorm
-    from trtrun.layers.experts_beside import ExpertsBesideMLP
+    from trtrun.layers.experts import ExpertsBesideMLP
     from trtrun.weights.weight_reader import WeightReader
 
 
@@ -68,7 +68,7 @@ class ExpertsBesidePlan:
         return self.mlp.token_numbers(share) + self.experts.token_numbers(share) + 9 * self.shape.hidden_size
 
     def build(self, reader: WeightReader) -> ExpertsBesideMLP:
-        from trtrun.layers.experts_beside import ExpertsBesideMLP
+        from trtrun.layers.experts import ExpertsBesideMLP
 
         mlp, experts = self.mlp.build(reader), self.experts.build(reader)
         return ExpertsBesideMLP(mlp, experts, self._build_norm(reader), *(norm.build(reader) for norm in self.norms))

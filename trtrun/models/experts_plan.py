@@ -234,24 +234,25 @@ class ExpertsPlan:
         choose_experts = operations_of(reader.device.type).choose_experts
         choose: Callable[[torch.Tensor], Choice]
         bias = None if self.choice_bias is None else reader.tensor(self.choice_bias)
-        beside = self._experts_beside(reader)
+        num_shared = self._count_shared(reader)
+        has_gate = num_shared > 0 and self.shared_gate is not None
         choose = partial(
             choose_experts,
             num_chosen=self.num_chosen,
             renormalises=self.renormalises,
-            routing=replace(self.routing, beside=beside, is_gated=beside > 0 and self.shared_gate is not None),
+            routing=replace(self.routing, num_shared=num_shared, is_gated=has_gate),
             bias=bias,
         )
         if self._factors is not None:
             choose = ScaledChoice(choose, reader.tensor(self._factors).float())
-        held = self._build_experts(reader, beside)
+        held = self._build_experts(reader, num_shared)
         experts: Callable[[torch.Tensor, Choice], torch.Tensor] = held
         if reader.share.size > 1 and self.by_experts:
             experts = ExchangedExperts(held, self.num_experts, reader.communicator)
         elif reader.share.size > 1:
             experts = SummedExperts(held, reader.communicator)
-        shared = None if beside else self._build_shared(reader)
-        return ExpertsMLP(self._build_router(reader, beside > 0), choose, experts, shared)
+        shared = None if num_shared else self._build_shared(reader)
+        return ExpertsMLP(self._build_router(reader, has_gate), choose, experts, shared)
 
     def _build_router(self, reader: WeightReader, has_gate: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """Hidden to a logit of each expert, and behind these, where it `has_gate`, to that of the shared expert."""
@@ -259,11 +260,11 @@ class ExpertsPlan:
             return reader.wide_product(self.router)
         if has_gate and self.shared_gate is not None:
             joined = reader.joined_product(self.router, self.shared_gate)
-            assert joined is not None, "experts beside are held as they are"
+            assert joined is not None, "experts of all tokens among others are held as they are"
             return joined
         return reader.plain_product(self.router, self.router_bias)
 
-    def _experts_beside(self, reader: WeightReader) -> int:
+    def _count_shared(self, reader: WeightReader) -> int:
         """As how many more experts the one of all tokens goes through their products, on GPUs; 0 where it is apart."""
         if self.shared is None or reader.device.type == "cpu" or self.by_experts or self._factors is not None:
             return 0
@@ -273,7 +274,7 @@ class ExpertsPlan:
         weights = self.gate_up(0), self.down(0), self.shared.gate_up.weight, self.shared.down.weight
         return shared // own if shared % own == 0 and reader.are_plain(*weights) else 0
 
-    def _build_experts(self, reader: WeightReader, beside: int) -> Experts:
+    def _build_experts(self, reader: WeightReader, num_shared: int) -> Experts:
         """The rank's, and so many behind them, which are parts of the one of all tokens."""
         import torch
 
@@ -297,17 +298,17 @@ class ExpertsPlan:
                 held, (features, inputs) = reader.held(weight), weight.cut(reader.share).shape
                 for name, part in reader.expert(weight).items():
                     if name not in tensors:
-                        tensors[name] = part.new_empty((len(numbers) + beside, *part.shape))
+                        tensors[name] = part.new_empty((len(numbers) + num_shared, *part.shape))
                     tensors[name][place].copy_(part)
             return tensors.get("weight", ExpertCodes(tensors, features, inputs, held.rounds_activations))
 
         gates, outputs = together(map(self.gate_up, numbers)), together(map(self.down, numbers))
-        if beside and self.shared is not None:
+        if num_shared and self.shared is not None:
             assert isinstance(gates, torch.Tensor) and isinstance(outputs, torch.Tensor)
             of_gates, of_factors = reader.tensor(self.shared.gate_up.weight).chunk(2)
-            for place, parts in enumerate(zip(of_gates.chunk(beside), of_factors.chunk(beside), strict=True)):
+            for place, parts in enumerate(zip(of_gates.chunk(num_shared), of_factors.chunk(num_shared), strict=True)):
                 gates[len(numbers) + place].copy_(torch.cat(parts))
-            for place, part in enumerate(reader.tensor(self.shared.down.weight).chunk(beside, dim=1)):
+            for place, part in enumerate(reader.tensor(self.shared.down.weight).chunk(num_shared, dim=1)):
                 outputs[len(numbers) + place].copy_(part)
         weights = ExpertWeights(gates, outputs, gate_up_bias, down_bias)
         return operations.experts(weights, self.activation, self.limit)

@@ -5,7 +5,6 @@ A part fills tables from `trtrun bench`'s JSON. It knows configurations and figu
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
@@ -245,10 +244,8 @@ def play_family(bench: Workbench, pair: str) -> None:
 
 def play_mtp(bench: Workbench) -> None:
     """A target that drafts with a layer of its own, of whose three tokens so many are right as of a trained one."""
-    config = bench.config("27b-states", ONE, drafts=False)
-    values = json.loads(config.read_text(encoding="utf-8"))
-    values["speculation"] = {"method": "mtp", "draft_len": 3, "pacing": "fixed", "forced_acceptance": 3.2}
-    config.write_text(json.dumps(values), encoding="utf-8")
+    how: dict[str, Any] = {"method": "mtp", "draft_len": 3, "pacing": "fixed", "forced_acceptance": 3.2}
+    config = bench.config("27b-states", ONE, drafts=False, **how)
     _speed_table(bench, "27b-states-shaped target with an MTP layer", bench.bench(config, bench.options.scale.rows))
 
 

@@ -173,7 +173,7 @@ class Workbench:
             pair: of PAIRS.
             placement: who sits where.
             job: which of the placement's jobs.
-            drafts: whether there is a draft; else the target runs alone.
+            drafts: whether there is a draft; else the target runs alone, or drafts itself by a `method`.
             files: read weights from files, which are there.
             most_rows: that run at once, where they are more than the usual ones.
             as_shipped: leave the settings of speculation at their defaults; else rounds are all alike.
@@ -188,7 +188,7 @@ class Workbench:
         values: dict[str, Any] = {
             "target": {"model": str(self.model(shapes.target)), "devices": target, **format_of_weights},
             "scheduler": {"max_batch_size": most_rows},
-            "speculation": {"method": "none"},
+            "speculation": {"method": "none", **speculation},
         }
         if drafts:
             model = {"model": str(self.model(shapes.draft)), "devices": draft, **format_of_weights}

@@ -215,8 +215,8 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
         Routing("sigmoid", has_bias=True, factor=2.5),
         Routing("sigmoid", has_bias=True, groups=4, chosen_groups=2, summed=2),
         Routing("softmax", groups=8, chosen_groups=3, factor=16.0),
-        Routing("sigmoid", has_bias=True, factor=2.5, beside=2),
-        Routing("softmax", beside=1, is_gated=True),
+        Routing("sigmoid", has_bias=True, factor=2.5, num_shared=2),
+        Routing("softmax", num_shared=1, is_gated=True),
     ],
     ids=str,
 )
@@ -237,7 +237,7 @@ def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing:
         )
         assert torch.equal(found.experts, expected.experts)
         assert (found.shares / expected.shares - 1).abs().max() < 1e-5
-    assert expected.experts[:, 5:].tolist() == [list(range(count, count + routing.beside))] * 11
+    assert expected.experts[:, 5:].tolist() == [list(range(count, count + routing.num_shared))] * 11
     groups = expected.experts[:, :5] // (count // routing.groups)
     assert max(len(set(row)) for row in groups.tolist()) <= (5 if routing.groups == 1 else routing.chosen_groups)
 

@@ -57,8 +57,8 @@ class DeltaNetWeights(NamedTuple):
 
 DeltaNet = Callable[[torch.Tensor, torch.Tensor, LayerStates, Sequence[SegmentStates]], torch.Tensor]
 """Queries, keys, values and gates of values [tokens, channels + values * value_dim]; a number of each value head that
-says how much it corrects, then one that says how it fades, [tokens, 2 * values]; the layer's states, and where those of
-the forward's rows stand → [tokens, values * value_dim]."""
+says how much it corrects, then one that says how it fades, [tokens, 2 * values]; rows of both may have gaps between
+them; the layer's states, and where those of the forward's rows stand → [tokens, values * value_dim]."""
 
 
 class _RowOperations(Protocol):

@@ -95,10 +95,10 @@ def choose_experts(
     if renormalises:
         shares = shares / (_sum_one_by_one(shares) + LEAST_TOTAL).unsqueeze(1)
     choice = Choice(experts, shares if routing.factor == 1.0 else shares * routing.factor)
-    return choice if not routing.beside else _with_others(choice, wide.shape[1], routing.beside, gates)
+    return choice if not routing.num_shared else _with_shared(choice, wide.shape[1], routing.num_shared, gates)
 
 
-def _with_others(choice: Choice, num_experts: int, count: int, gates: torch.Tensor | None) -> Choice:
+def _with_shared(choice: Choice, num_experts: int, count: int, gates: torch.Tensor | None) -> Choice:
     """The choice, and behind it so many experts of all tokens; gates [tokens, 1] are logits of their share."""
     others = torch.arange(num_experts, num_experts + count, device=choice.experts.device).expand(
         len(choice.experts), -1
@@ -182,8 +182,8 @@ class Experts(ABC):
         return output
 
 
-class HostExperts(Experts):
-    """Experts on the CPU: each that was chosen multiplies the rows that chose it.
+class ProductExperts(Experts):
+    """Experts by products of each.
 
     Args:
         gate_up: of each expert, hidden to gate features, then as many up features.
@@ -198,6 +198,10 @@ class HostExperts(Experts):
         activate: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._gate_up, self._down, self._activate = gate_up, down, activate
+
+
+class HostExperts(ProductExperts):
+    """Experts on the CPU: each that was chosen multiplies the rows that chose it."""
 
     @override
     def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
@@ -215,22 +219,10 @@ class HostExperts(Experts):
         return made
 
 
-class MaskedExperts(Experts):
+class MaskedExperts(ProductExperts):
     """Experts on any device, without looking at what was chosen: each multiplies all rows. It is for devices that have
     nothing better for a dtype.
-
-    Args:
-        gate_up, down: the products of each expert.
-        activate: gates and factors [rows, 2 * features] → [rows, features].
     """
-
-    def __init__(
-        self,
-        gate_up: Sequence[Product],
-        down: Sequence[Product],
-        activate: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._gate_up, self._down, self._activate = gate_up, down, activate
 
     @override
     def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:

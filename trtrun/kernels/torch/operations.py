@@ -202,7 +202,7 @@ class TorchOperations:
         return TorchDeltaNet(weights, self)
 
     def host_experts(self, gate_up: Sequence[Product], down: Sequence[Product], activate: Product) -> Experts:
-        """Experts on the CPU; the products of each, and `activate`, are as in `HostExperts`."""
+        """Experts on the CPU; the products of each, and `activate`, are as in `ProductExperts`."""
         return HostExperts(gate_up, down, activate)
 
     def packs_weights(self, dtype: torch.dtype) -> bool:

@@ -68,7 +68,7 @@ def _in_best_groups(
 @triton.jit
 def _choose_kernel(
     logits, bias, experts, shares, num_experts, stride, factor,
-    CHOSEN: tl.constexpr, BESIDE: tl.constexpr, IS_GATED: tl.constexpr, PLACES: tl.constexpr,
+    CHOSEN: tl.constexpr, SHARED: tl.constexpr, IS_GATED: tl.constexpr, PLACES: tl.constexpr,
     RENORMALISES: tl.constexpr, PADDED: tl.constexpr,
     IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, SUMMED: tl.constexpr, PADDED_GROUPS: tl.constexpr, LEAST: tl.constexpr,
@@ -106,13 +106,13 @@ def _choose_kernel(
     if RENORMALISES:
         of_chosen = of_chosen / (total + LEAST)
     of_chosen = of_chosen * factor
-    if BESIDE > 0:
+    if SHARED > 0:
         share = 1.0
         if IS_GATED:
             share = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + num_experts).to(tl.float32)))
         chosen = tl.where(places < CHOSEN, chosen, num_experts + places - CHOSEN)
         of_chosen = tl.where(places < CHOSEN, of_chosen, share)
-    every_place: tl.constexpr = CHOSEN + BESIDE
+    every_place: tl.constexpr = CHOSEN + SHARED
     tl.store(experts + row * every_place + places, chosen, mask=places < every_place)
     tl.store(shares + row * every_place + places, of_chosen, mask=places < every_place)
 
@@ -127,13 +127,13 @@ def choose_experts(
 ) -> Choice:
     """Choose as trtrun.kernels.torch.experts does, in one kernel."""
     tokens, num_experts = len(logits), logits.shape[1] - routing.is_gated
-    shape = tokens, num_chosen + routing.beside
+    shape = tokens, num_chosen + routing.num_shared
     experts = torch.empty(shape, dtype=torch.int64, device=logits.device)
     shares = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if tokens:
         _choose_kernel[(tokens,)](
             logits, shares if bias is None else bias, experts, shares, num_experts, logits.stride(0),
-            float(routing.factor), CHOSEN=num_chosen, BESIDE=routing.beside, IS_GATED=routing.is_gated,
+            float(routing.factor), CHOSEN=num_chosen, SHARED=routing.num_shared, IS_GATED=routing.is_gated,
             PLACES=triton.next_power_of_2(shape[1]), RENORMALISES=renormalises,
             PADDED=triton.next_power_of_2(num_experts), IS_SIGMOID=routing.scores == "sigmoid",
             HAS_BIAS=bias is not None, OF_GROUP=num_experts // routing.groups, GROUPS=routing.groups,

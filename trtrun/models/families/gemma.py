@@ -27,7 +27,7 @@ _FULL_PERIOD = 6
 
 def _plan_gemma2(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
     kinds = read_layer_types(values, [FULL if index % 2 else SLIDING for index in range(shape.num_layers)])
-    cap = _read_cap(values, "attn_logit_softcapping")
+    cap = read_cap(values, "attn_logit_softcapping")
     return _plan_layers(values, kinds, [AttentionPlan("", shape, soft_cap=cap)] * len(kinds))
 
 
@@ -85,7 +85,12 @@ def _plan_layers(
     ]
 
 
-def _read_cap(values: Mapping[str, Any], name: str) -> float | None:
+def read_cap(values: Mapping[str, Any], name: str) -> float | None:
+    """A soft cap of config.json's `values`; None where there is none.
+
+    Raises:
+        CheckpointError: it is no number.
+    """
     return None if values.get(name) is None else read_number(values, name)
 
 
@@ -93,7 +98,7 @@ def _read_ends(values: Mapping[str, Any]) -> ModelEnds:
     return ModelEnds(
         embedding_factor=values["hidden_size"] ** 0.5,
         norm_adds_one=True,
-        logit_soft_cap=_read_cap(values, "final_logit_softcapping"),
+        logit_soft_cap=read_cap(values, "final_logit_softcapping"),
     )
 
 

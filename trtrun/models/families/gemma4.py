@@ -28,9 +28,10 @@ from trtrun.models.config import (
 from trtrun.models.decoder_plan import GatedMLPPlan
 from trtrun.models.experts_beside_plan import ExpertsBesidePlan
 from trtrun.models.experts_plan import ExpertNames, ExpertsPlan
+from trtrun.models.families.gemma import read_cap
 from trtrun.models.layer_inputs_plan import InputMixerPlan, LayerInputsPlan, ScaledLayerPlan
 from trtrun.models.layer_plan import LayerPlan, MLPPlan, ModelShape, NormPlan
-from trtrun.models.rope_config import parse_rope, read_number
+from trtrun.models.rope_config import parse_rope
 from trtrun.registry import MODEL_FAMILIES
 
 _ACTIVATIONS = ("gelu_pytorch_tanh",)
@@ -206,11 +207,10 @@ def _plan_inputs(shape: ModelShape, values: Mapping[str, Any]) -> LayerInputsPla
 
 
 def _read_ends(values: Mapping[str, Any]) -> ModelEnds:
-    is_capped = values.get("final_logit_softcapping") is not None
     return ModelEnds(
         embedding_factor=values["hidden_size"] ** 0.5,
         norm_in_float32=True,
-        logit_soft_cap=read_number(values, "final_logit_softcapping") if is_capped else None,
+        logit_soft_cap=read_cap(values, "final_logit_softcapping"),
     )
 
 

@@ -68,6 +68,29 @@ def _store_window(
 
 
 @triton.jit
+def _move_windows(
+    made, ring, window, window_snapshots, numbers, rows, row, channel, mask, slot, kept, first, end, place, capacity,
+    stride, channels, KERNEL: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Put what the convolution sees from the state that is kept on, and from a snapshot that is taken, into their
+    windows, for channels of a row that this program alone reads and writes."""
+    settled, saved_at = tl.load(numbers + SETTLED * rows + row), tl.load(numbers + SAVED_AT * rows + row)
+    saves = (saved_at >= kept) & (saved_at <= end)
+    new = _window_at(
+        made, ring, window, settled, channel, mask, slot, kept, first, place, capacity, stride, channels, KERNEL, TAPS
+    )
+    saved = _window_at(
+        made, ring, window, tl.where(saves, saved_at, settled), channel, mask, slot, kept, first, place, capacity,
+        stride, channels, KERNEL, TAPS,
+    )  # fmt: skip
+    tl.debug_barrier()  # all has been read that is overwritten
+    _store_window(window, slot, new, channel, mask, channels, KERNEL, TAPS)
+    if saves:
+        snapshot = tl.load(numbers + SNAPSHOT * rows + row)
+        _store_window(window_snapshots, snapshot, saved, channel, mask, channels, KERNEL, TAPS)
+
+
+@triton.jit
 def _softplus(x):
     """log(1 + exp(x)), to all digits where that is small, too."""
     small = tl.exp(-tl.abs(x))
@@ -113,35 +136,11 @@ def convolve_kernel(
         weight = tl.load(weights + tap * channels + start + number, mask=number < size, other=0.0)
         mixed += weight[None, :] * brought
     if REMEMBERS:
-        settled, saved_at = tl.load(numbers + SETTLED * rows + row), tl.load(numbers + SAVED_AT * rows + row)
-        saves = (saved_at >= kept) & (saved_at <= end)
-        channel, own = start + number, number < size
-        new = _window_at(
-            made,
-            ring,
-            window,
-            settled,
-            channel,
-            own,
-            slot,
-            kept,
-            first,
-            place,
-            capacity,
-            stride,
-            channels,
-            KERNEL,
-            TAPS,
-        )
-        saved = _window_at(
-            made, ring, window, tl.where(saves, saved_at, settled), channel, own, slot, kept, first, place, capacity,
-            stride, channels, KERNEL, TAPS,
+        channel = start + number
+        _move_windows(
+            made, ring, window, window_snapshots, numbers, rows, row, channel, number < size, slot, kept, first, end,
+            place, capacity, stride, channels, KERNEL, TAPS,
         )  # fmt: skip
-        tl.debug_barrier()  # all has been read that is overwritten
-        _store_window(window, slot, new, channel, own, channels, KERNEL, TAPS)
-        if saves:
-            snapshot = tl.load(numbers + SNAPSHOT * rows + row)
-            _store_window(window_snapshots, snapshot, saved, channel, own, channels, KERNEL, TAPS)
         is_new = lives & (position >= first) & (position >= end - capacity)
         turn = (slot * capacity + _turn(position, capacity))[:, None] * channels
         tl.store(ring + turn + channel[None, :], brought, mask=inside & is_new[:, None])
@@ -192,24 +191,15 @@ def remember_kernel(
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, kept = tl.load(numbers + SLOT * rows + row), tl.load(numbers + KEPT * rows + row)
     first, end = tl.load(numbers + FIRST * rows + row), tl.load(numbers + END * rows + row)
-    settled, place = tl.load(numbers + SETTLED * rows + row), tl.load(numbers + PLACE * rows + row)
-    saved_at, snapshot = tl.load(numbers + SAVED_AT * rows + row), tl.load(numbers + SNAPSHOT * rows + row)
+    place = tl.load(numbers + PLACE * rows + row)
     if tl.load(numbers + LEADER * rows + row) != row:
         return
     channel = part * BLOCK + tl.arange(0, BLOCK)
     inside = channel < SIZE
-    saves = (saved_at >= kept) & (saved_at <= end)
-    new = _window_at(
-        made, ring, window, settled, channel, inside, slot, kept, first, place, capacity, stride, SIZE, KERNEL, TAPS
-    )
-    saved = _window_at(
-        made, ring, window, tl.where(saves, saved_at, settled), channel, inside, slot, kept, first, place, capacity,
-        stride, SIZE, KERNEL, TAPS,
+    _move_windows(
+        made, ring, window, window_snapshots, numbers, rows, row, channel, inside, slot, kept, first, end, place,
+        capacity, stride, SIZE, KERNEL, TAPS,
     )  # fmt: skip
-    tl.debug_barrier()  # all has been read that is overwritten
-    _store_window(window, slot, new, channel, inside, SIZE, KERNEL, TAPS)
-    if saves:
-        _store_window(window_snapshots, snapshot, saved, channel, inside, SIZE, KERNEL, TAPS)
     newest = tl.maximum(first, end - capacity)
     for position in range(newest, end):
         brought = tl.load(made + (place + position) * stride + channel, mask=inside, other=0.0)
