@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,9 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._descriptor, text.encode())
 
-    def wait_for(self, text: str) -> str:
+    def wait_for(self, text: str, seconds: float = PATIENCE) -> str:
         """What is shown up to a text, once it is there."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + seconds
         while text not in self._shown:
             assert time.monotonic() < deadline, self._shown
             if select.select([self._descriptor], [], [], 1.0)[0]:
@@ -66,6 +66,19 @@ class Terminal:
                     raise AssertionError(self._shown) from None
         found, _, self._shown = self._shown.partition(text)
         return found
+
+    def interrupt_at_the_prompt(self) -> None:
+        """Ctrl-C until there is a new prompt.
+
+        What comes between the prompt's letters and Python's wait for a key is seen with the next key alone.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            self.type("\x03")
+            with suppress(AssertionError):
+                self.wait_for("> ", seconds=1.0)
+                return
+            assert self.process.poll() is None and time.monotonic() < deadline, self._shown
 
     def end(self) -> None:
         if self.process.poll() is None:
