@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How far gated delta nets are from a plain loop in float64, by the length of a text.
 
-    python scripts/soak/check_recurrence.py [--device cuda:0] [--tokens 1000,8192,30000] [--values 4]
+    python scripts/soak/check_recurrence.py [--device cuda:0] [--tokens 1000,8192,30000] [--values 4] [--state float32]
 
 Heads of 128 numbers with random weights and inputs in float32, one row, in chunks of 4,096 tokens. The last line is
 JSON: of each length the largest error of states and of what tokens read, each as a part of the largest number there.
@@ -23,7 +23,7 @@ from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.torch.delta_net import LEAST_SQUARES, DeltaNetWeights
 from trtrun.kvcache.row_states import RowStates, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
-from trtrun.kvcache.specs import RecurrentState
+from trtrun.kvcache.specs import STATE_BYTES, RecurrentState, StateDtype
 
 KERNEL, SIZE, CHUNK = 4, 128, 4096
 
@@ -53,12 +53,15 @@ def batch_of(positions: torch.Tensor) -> AttentionBatch:
     return AttentionBatch([AttentionSegment(0, 1, len(positions), tables, positions.unsqueeze(0))], 1 << 20)
 
 
-def go_through(weights: DeltaNetWeights, made: torch.Tensor, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is read, [tokens, values * SIZE], and the matrices behind the last token, by the product's kernels."""
+def go_through(
+    weights: DeltaNetWeights, made: torch.Tensor, rates: torch.Tensor, dtype: StateDtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is read, [tokens, values * SIZE], and the matrices behind the last token, by the product's kernels; states
+    are kept in a dtype."""
     device, tokens = made.device, len(made)
     parts = (KERNEL - 1, weights.channels), (weights.values, SIZE, SIZE)
-    spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)))
-    states = RowStates({0: spec}, StateSpace(1, 1, True), 2, device)
+    spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)), num_narrow=1)
+    states = RowStates({0: spec}, StateSpace(1, 1, True, dtype=dtype), 2, device)
     states.announce(np.array([[0, 0, 1]]))
     states.begin([(0, 0, 0)])
     net, found = operations_of(device.type).delta_net(weights), []
@@ -103,6 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", default="1000,8192,30000")
+    parser.add_argument("--state", default="float32", choices=STATE_BYTES, help="kv_cache.state_dtype")
     parser.add_argument("--values", type=int, default=4, help="value heads")
     options = parser.parse_args()
     device, results = torch.device(options.device), {}
@@ -111,7 +115,7 @@ def main() -> int:
         generator = torch.Generator().manual_seed(tokens)
         widths = weights.channels + options.values * SIZE, 2 * options.values
         made, rates = (torch.randn(tokens, width, generator=generator).to(device) for width in widths)
-        pairs = zip(go_through(weights, made, rates), loop(weights, made, rates), strict=True)
+        pairs = zip(go_through(weights, made, rates, options.state), loop(weights, made, rates), strict=True)
         errors = [((one.cpu().double() - other).abs().max() / other.abs().max()).item() for one, other in pairs]
         results[str(tokens)] = {"read": errors[0], "state": errors[1]}
         print(f"{tokens} tokens: states {errors[1]:.1e}, what is read {errors[0]:.1e}", flush=True)

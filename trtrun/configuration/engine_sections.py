@@ -206,6 +206,8 @@ class KVCacheSection(Section):
         state_snapshots: for models with layers that keep a state of each row: bytes of a rank's engine for snapshots of
             states, behind which other requests with the same prefix begin. Left out: as many as twice the rows. 0:
             no prefix is shared.
+        state_dtype: how layers that keep a state of each row keep the matrices in it, which each token rounds to it.
+            `float16` and `bfloat16` take half the memory and time, and texts of their own.
         dtype: how keys and values are kept. `auto`: as the checkpoint was made for, else as the model has them.
             `plain`: as the model has them. `fp8`, `int8`: a byte for each number, for about twice the tokens.
     """
@@ -215,6 +217,7 @@ class KVCacheSection(Section):
     max_tokens: Annotated[int, Number, Field(ge=1, le=MOST_STORED_TOKENS)] | None = None
     enable_block_reuse: bool = True
     state_snapshots: Annotated[int, Number, Field(ge=0)] | None = None
+    state_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     dtype: str = "auto"
 
 

@@ -24,7 +24,7 @@ import torch
 
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
-from trtrun.kvcache.specs import RecurrentState
+from trtrun.kvcache.specs import RecurrentState, StateDtype
 from trtrun.tensors import device_integers
 
 _NEVER = -1
@@ -44,6 +44,7 @@ class StateSpace:
         begins_at_newest: whether every forward of a row begins behind tokens that are sure: then a state moves up to
             there, and little of what is kept is gone through again.
         guess_blocks: blocks of each guess, whose rows are the last ones.
+        dtype: in which the parts of states are kept that may be narrow.
     """
 
     max_rows: int
@@ -51,14 +52,15 @@ class StateSpace:
     begins_at_newest: bool
     num_snapshots: int = 1
     guess_blocks: Sequence[Sequence[int]] = ()
+    dtype: StateDtype = "float32"
 
     def num_bytes(self, specs: Sequence[RecurrentState]) -> int:
         """Bytes of all rows' states in layers with such ones, of what tokens bring, of snapshots, and of copies that a
         layer computes in."""
         copies = _COPIES * self.max_rows * max((spec.state_numbers for spec in specs), default=0)
-        states = (self.max_rows + 1 + self.num_snapshots) * sum(spec.state_numbers for spec in specs)
+        states = (self.max_rows + 1 + self.num_snapshots) * sum(spec.state_bytes(self.dtype) for spec in specs)
         brought = (self.max_rows + 1) * self.most_refed * sum(spec.input_numbers for spec in specs)
-        return (states + brought + copies) * torch.float32.itemsize
+        return states + (brought + copies) * torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -99,17 +101,20 @@ class LayerStates:
     """The states of one layer.
 
     Attributes:
-        states: of each part of a state [rows + 1, *shape] float32; the last one is nobody's.
+        states: of each part of a state [rows + 1, *shape], as its spec has them; the last one is nobody's.
         inputs: of each kind [rows + 1, most_refed, *shape] float32: what the token at position p brought is at p modulo
             most_refed.
-        snapshots: of each part of a state [snapshots, *shape] float32; the first is nobody's.
+        snapshots: of each part of a state [snapshots, *shape], likewise; the first is nobody's.
     """
 
     def __init__(self, spec: RecurrentState, space: StateSpace, device: torch.device) -> None:
         rows = space.max_rows + 1
-        self.states = [torch.zeros((rows, *shape), device=device) for shape in spec.parts]
+        dtypes = [getattr(torch, name) for name in spec.part_dtypes(space.dtype)]
+        parts = list(zip(spec.parts, dtypes, strict=True))
+        self.states = [torch.zeros((rows, *shape), dtype=dtype, device=device) for shape, dtype in parts]
         self.inputs = [torch.zeros((rows, space.most_refed, *shape), device=device) for shape in spec.inputs]
-        self.snapshots = [torch.zeros((space.num_snapshots, *shape), device=device) for shape in spec.parts]
+        saved = space.num_snapshots
+        self.snapshots = [torch.zeros((saved, *shape), dtype=dtype, device=device) for shape, dtype in parts]
 
     @property
     def num_bytes(self) -> int:

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+StateDtype = Literal["float32", "float16", "bfloat16"]
+STATE_BYTES: dict[StateDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""How states may be kept, and bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,22 @@ class RecurrentState:
     Attributes:
         parts: shapes of the tensors that a state consists of, float32 each.
         inputs: shapes of what a token brings to it, float32 each.
+        num_narrow: so many of the last parts may be kept in fewer bytes: what a token leaves behind is rounded then.
     """
 
     parts: tuple[tuple[int, ...], ...]
     inputs: tuple[tuple[int, ...], ...]
+    num_narrow: int = 0
+
+    def part_dtypes(self, narrow: StateDtype) -> list[StateDtype]:
+        """Of each part in which dtype it is kept, where those that may be are kept in `narrow`."""
+        num_wide = len(self.parts) - self.num_narrow
+        return ["float32" if part < num_wide else narrow for part in range(len(self.parts))]
+
+    def state_bytes(self, narrow: StateDtype) -> int:
+        """Bytes of a state."""
+        dtypes = self.part_dtypes(narrow)
+        return sum(prod(shape) * STATE_BYTES[dtype] for shape, dtype in zip(self.parts, dtypes, strict=True))
 
     @property
     def state_numbers(self) -> int:

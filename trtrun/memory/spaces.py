@@ -18,7 +18,6 @@ from trtrun.kvcache.specs import state_of
 from trtrun.kvcache.window_blocks import WindowRule
 from trtrun.linear.layer import AdapterSpace
 from trtrun.loading.model_settings import JobModels
-from trtrun.models.config import ModelConfig
 from trtrun.scheduling.limits import most_unfed
 from trtrun.scheduling.planning import most_catch_up, most_lacking
 from trtrun.speculation.ahead.policy import GuessSpace
@@ -28,8 +27,6 @@ MOST_GUESSES = 128
 MOST_GUESSES_WITH_PROBABILITIES = 32
 """Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
 weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
-
-_FLOAT = 4
 
 _LEAST_CHUNK = 512
 """Tokens of a prompt that are read at once, however short windows are."""
@@ -99,14 +96,16 @@ def state_space(config: RuntimeConfig, models: JobModels, role: str, num_blocks:
     what it may have fed before, and goes on behind tokens that no verdict has reached.
     """
     verified, rows = config.draft_len + 1, config.scheduler.max_batch_size
-    snapshots = max(1, num_snapshots(config, models))
+    snapshots, dtype = max(1, num_snapshots(config, models)), config.kv_cache.state_dtype
     if role == "target":
-        return StateSpace(rows, verified, begins_at_newest=True, num_snapshots=snapshots)
+        return StateSpace(rows, verified, begins_at_newest=True, num_snapshots=snapshots, dtype=dtype)
     fed = most_catch_up(config.draft_len, drafts_in_parallel=models.mask_token is not None)
     guesses = guess_space(config, num_blocks)
     blocks = [list(guesses.blocks(index)) for index in range(guesses.most_guesses)]
     refed = fed + 2 * verified * (1 + config.plans_ahead)
-    return StateSpace(rows + len(blocks), refed, begins_at_newest=False, num_snapshots=snapshots, guess_blocks=blocks)
+    return StateSpace(
+        rows + len(blocks), refed, begins_at_newest=False, num_snapshots=snapshots, guess_blocks=blocks, dtype=dtype
+    )
 
 
 def num_snapshots(config: RuntimeConfig, models: JobModels) -> int:
@@ -116,9 +115,9 @@ def num_snapshots(config: RuntimeConfig, models: JobModels) -> int:
     Raises:
         ConfigError: there is no room for one.
     """
-    sizes = [_snapshot_bytes(models.target, len(config.target.devices))]
+    sizes = [_snapshot_bytes(config, models, "target")]
     if models.draft is not None and config.draft is not None:
-        sizes.append(_snapshot_bytes(models.draft, len(config.draft.devices)))
+        sizes.append(_snapshot_bytes(config, models, "draft"))
     kept, most = config.kv_cache.state_snapshots, 2 * config.scheduler.max_batch_size
     if not any(sizes) or not config.kv_cache.enable_block_reuse:
         return 0
@@ -133,15 +132,15 @@ def num_snapshots(config: RuntimeConfig, models: JobModels) -> int:
 
 def snapshot_bytes(config: RuntimeConfig, models: JobModels, role: str) -> int:
     """Bytes of all snapshots on one of an engine's ranks."""
+    return num_snapshots(config, models) * _snapshot_bytes(config, models, role)
+
+
+def _snapshot_bytes(config: RuntimeConfig, models: JobModels, role: str) -> int:
+    """Bytes of one snapshot on a rank; 0 where no layer keeps a state."""
     section = config.draft if role == "draft" else config.target
     assert section is not None, "the job has no draft model"
-    return num_snapshots(config, models) * _snapshot_bytes(models.of_role(role), len(section.devices))
-
-
-def _snapshot_bytes(model: ModelConfig, tp_size: int) -> int:
-    """Bytes of one snapshot on a rank; 0 where no layer keeps a state."""
-    kept = [state_of(specs) for specs in model.keeps(Share(0, tp_size))]
-    return sum(spec.state_numbers for spec in kept if spec is not None) * _FLOAT
+    kept = [state_of(specs) for specs in models.of_role(role).keeps(Share(0, len(section.devices)))]
+    return sum(spec.state_bytes(config.kv_cache.state_dtype) for spec in kept if spec is not None)
 
 
 def describe_states(config: RuntimeConfig, models: JobModels, role: str) -> str | None:
@@ -150,7 +149,7 @@ def describe_states(config: RuntimeConfig, models: JobModels, role: str) -> str 
     layers = model.layers_with_states
     if not layers or section is None:
         return None
-    size, snapshots = _snapshot_bytes(model, len(section.devices)), num_snapshots(config, models)
+    size, snapshots = _snapshot_bytes(config, models, role), num_snapshots(config, models)
     shared = f"{snapshots - 1} snapshots for prefixes" if snapshots else "no prefix is shared"
     return (
         f"{len(layers)} of {model.num_layers} layers keep a state of each row, {format_bytes(size)} a row on a rank; "

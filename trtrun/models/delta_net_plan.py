@@ -121,7 +121,7 @@ class DeltaNetPlan:
         """What the convolution sees of tokens before, and a matrix of each value head."""
         channels, heads = self._channels(share), len(self.rates.units(share))
         parts = (self.kernel - 1, channels), (heads, self.key_dim, self.value_dim)
-        return RecurrentState(parts, ((channels,), (heads,), (heads,)))
+        return RecurrentState(parts, ((channels,), (heads,), (heads,)), num_narrow=1)
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: what it brings, as it is made and in float32; and what heads

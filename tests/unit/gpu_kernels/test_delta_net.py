@@ -30,7 +30,7 @@ from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDelta
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
-from trtrun.kvcache.specs import RecurrentState
+from trtrun.kvcache.specs import RecurrentState, StateDtype
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 HAS_GPU = torch.cuda.is_available()
@@ -71,12 +71,18 @@ class Rows:
     """A layer's states of some rows, which `net` carries on."""
 
     def __init__(
-        self, net: DeltaNet, weights: DeltaNetWeights, device: torch.device = DEVICE, refed: int = REFED
+        self,
+        net: DeltaNet,
+        weights: DeltaNetWeights,
+        device: torch.device = DEVICE,
+        refed: int = REFED,
+        dtype: StateDtype = "float32",
     ) -> None:
         self._net, self._device = net, device
         parts = (KERNEL - 1, weights.channels), (weights.values, weights.key_dim, weights.value_dim)
-        spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)))
-        self.states = RowStates({0: spec}, StateSpace(ROWS, refed, True, num_snapshots=3), 1 + ROWS, device)
+        spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)), num_narrow=1)
+        space = StateSpace(ROWS, refed, True, num_snapshots=3, dtype=dtype)
+        self.states = RowStates({0: spec}, space, 1 + ROWS, device)
         self.states.announce(np.array([[row, 0, 1 + row] for row in range(ROWS)]))
         self.states.begin([(row, 0, 0) for row in range(ROWS)])
 
@@ -115,9 +121,14 @@ def make_tokens(weights: DeltaNetWeights, count: int, seed: int) -> tuple[torch.
     return made, rates
 
 
-def alone(net: DeltaNet, weights: DeltaNetWeights, tokens: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def alone(
+    net: DeltaNet,
+    weights: DeltaNetWeights,
+    tokens: tuple[torch.Tensor, torch.Tensor],
+    dtype: StateDtype = "float32",
+) -> torch.Tensor:
     """What tokens read that come one by one."""
-    rows, (made, rates) = Rows(net, weights), tokens
+    rows, (made, rates) = Rows(net, weights, dtype=dtype), tokens
     return torch.cat([rows.feed(Fed(0, at, made[at : at + 1], rates[at : at + 1]))[0] for at in range(len(made))])
 
 
@@ -135,7 +146,8 @@ class TorchRecurrence:
             read[begins : place + own_first], read[place + own_end : begins + found.segment.queries] = 0, 0
             if leader != row:
                 continue
-            matrix = states.states[1][slot].clone()
+            dtype = states.states[1].dtype
+            matrix = states.states[1][slot].float()
             for position in range(kept, end + 1):
                 if position == settled:
                     states.states[1][slot] = matrix
@@ -149,7 +161,7 @@ class TorchRecurrence:
                 keeps, corrects = brought.factors[at].unsqueeze(-1).unbind(1)
                 matrix = matrix * keeps.unsqueeze(-1)
                 change = (brought.value[at].float() - (matrix * key).sum(1)) * corrects
-                matrix = matrix + key * change.unsqueeze(1)
+                matrix = (matrix + key * change.unsqueeze(1)).to(dtype).float()
                 if position >= first:
                     read[place + position] = (matrix * query).sum(1).flatten().to(read.dtype)
 
@@ -162,10 +174,12 @@ def nets(shape: Shape, tile: int = 8) -> tuple[DeltaNet, DeltaNetWeights]:
     return TritonDeltaNet(weights, CudaRecurrence(weights) if HAS_GPU else TorchRecurrence(weights)), weights
 
 
-def plainly(weights: DeltaNetWeights, made: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+def plainly(
+    weights: DeltaNetWeights, made: torch.Tensor, rates: torch.Tensor, dtype: StateDtype = "float32"
+) -> torch.Tensor:
     """What tokens of one forward read in plain torch, on the CPU."""
     moved = DeltaNetWeights(*(part.cpu() if isinstance(part, torch.Tensor) else part for part in weights))
-    rows = Rows(TorchDeltaNet(moved, TorchOperations()), moved, torch.device("cpu"))
+    rows = Rows(TorchDeltaNet(moved, TorchOperations()), moved, torch.device("cpu"), dtype=dtype)
     return rows.feed(Fed(0, 0, made.cpu(), rates.cpu()))[0].to(made.device)
 
 
@@ -190,6 +204,20 @@ def test_a_token_reads_the_same_bits_whatever_the_cut_and_what_plain_torch_does(
                 found += rows.feed(Fed(0, at, made[at : at + size], rates[at : at + size], before=size % 2))
                 at += size
         assert torch.equal(torch.cat(found), whole), cuts
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_states_are_rounded_behind_each_token(dtype: StateDtype) -> None:
+    """So that cuts, and tokens that are gone through again, leave no trace in them, either."""
+    net, weights = nets(SHAPES[0])
+    made, rates = make_tokens(weights, 23, 1)
+    expected = alone(net, weights, (made, rates), dtype)
+    assert not torch.equal(expected, alone(net, weights, (made, rates)))
+    assert difference(expected, plainly(weights, made, rates, dtype)) < (BOUND if HAS_GPU else 2e-2)
+    rows, found = Rows(net, weights, dtype=dtype), []
+    for first, count, right in ((0, 9, 9), (9, 5, 2), (11, 5, 1), (12, 11, 11)):
+        found += [part[:right] for part in rows.feed(Fed(0, first, made[first:][:count], rates[first:][:count]))]
+    assert torch.equal(torch.cat(found), expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -303,11 +331,12 @@ def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_gpu  # CuPy and NVRTC are installed where there is one
+@pytest.mark.parametrize("state", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_the_kernel_compiles(architecture: int) -> None:
+def test_the_kernel_compiles(architecture: int, state: torch.dtype) -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     weights = make_weights((2, 4, 128, 128))
-    words = [f"-D{name}={value}" for name, value in definitions(weights, form_for(weights)).items()]
+    words = [f"-D{name}={value}" for name, value in definitions(weights, form_for(weights), state).items()]
     program = nvrtc.createProgram(kernel_source(), "delta_net.cu", (), ())
     nvrtc.compileProgram(program, ["-std=c++17", f"-arch=compute_{architecture}", *words])
     code = nvrtc.getPTX(program).decode()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from family_checkpoints import write_family
 from paged import PagedModel
-from pipelines import make_llm, noisy_copy, run_alone, tokens_of
+from pipelines import configuration, make_llm, noisy_copy, run_alone, tokens_of
 from quantized_checkpoints import FORMATS, store_in_format
 from safetensors.torch import load_file, save_file
 from test_model_invariance import check_chunks, check_company, dtype
@@ -21,7 +21,12 @@ from test_model_logits import check_logits, prompt_of
 
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, TrtrunError
+from trtrun.kvcache.row_states import RowStates
+from trtrun.kvcache.specs import StateDtype, state_of
+from trtrun.memory.spaces import num_snapshots, snapshot_bytes, state_space
 from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
+from trtrun.weights.weight import Share
 
 __all__ = ["dtype"]
 
@@ -37,9 +42,11 @@ def test_wide_heads_have_the_same_bits_in_any_company(tmp_path: Path, dtype: tor
     check_company(path, dtype)
 
 
-@pytest.mark.parametrize(("method", "kind"), [("draft_target", "bfloat16"), ("ngram", "float32")])
+@pytest.mark.parametrize(
+    ("method", "kind", "of_states"), [("draft_target", "bfloat16", "float32"), ("ngram", "float32", "bfloat16")]
+)
 def test_drafted_texts_are_plain_ones_of_rows_that_begin_behind_others_and_are_preempted(
-    tmp_path: Path, method: str, kind: str
+    tmp_path: Path, method: str, kind: str, of_states: str
 ) -> None:
     """Prompts are read in small chunks beside rows that decode, then come again with what followed."""
     target = write_family(
@@ -53,9 +60,8 @@ def test_drafted_texts_are_plain_ones_of_rows_that_begin_behind_others_and_are_p
     shared = prompt_of(40, 5, VOCABULARY)
     prompts = [[*shared[: 40 - 9 * row], *prompt_of(5 + row, row, VOCABULARY) * 2] for row in range(4)]
     kinds = [SamplingParams(max_tokens=24, temperature=0.8 * (row == 2), seed=row) for row in range(4)]
-    with make_llm(
-        target, speculation={"method": "none"}, kv_cache={"enable_block_reuse": False, "block_size": 4}
-    ) as llm:
+    cache = {"block_size": 4, "state_dtype": of_states}
+    with make_llm(target, speculation={"method": "none"}, kv_cache={**cache, "enable_block_reuse": False}) as llm:
         alone = run_alone(llm, prompts, kinds)
         longer = [[*prompt, *text[0], 7] for prompt, text in zip(prompts, alone, strict=True)]
         longer_alone = run_alone(llm, longer, kinds)
@@ -65,7 +71,7 @@ def test_drafted_texts_are_plain_ones_of_rows_that_begin_behind_others_and_are_p
         dtype=kind,
         speculation={"method": method, "draft_len": 2},
         scheduler={"max_num_tokens": 24, "max_batch_size": 3},
-        kv_cache={"max_tokens": 132, "block_size": 4},
+        kv_cache={**cache, "max_tokens": 132},
     ) as llm:
         found = llm.generate(prompts, kinds)
         assert tokens_of(found) == alone
@@ -115,6 +121,21 @@ def test_experts_in_blocks_may_lie_in_one_tensor(tmp_path: Path, features: int) 
     else:
         with pytest.raises(CheckpointError, match=r"has no tensor '.*experts\.0\.gate_proj\.weight_scale_inv'"):
             PagedModel(stacked)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_set_aside_for_states_is_what_they_take(tmp_path: Path, dtype: StateDtype) -> None:
+    path = write_family(tmp_path, "qwen3_5_text", num_hidden_layers=2)
+    config = configuration(path, None, kv_cache={"state_dtype": dtype})
+    models = JobSpec(config).models
+    specs = [spec for layer in models.target.keeps(Share(0, 1)) if (spec := state_of(layer)) is not None]
+    space = state_space(config, models, "target", 9)
+    states = RowStates(dict(enumerate(specs)), space, 9, torch.device("cpu"))
+    assert {layer.states[1].dtype for layer in states.layers.values()} == {getattr(torch, dtype)}
+    in_copies = 4 * 4 * space.max_rows * max(spec.state_numbers for spec in specs)
+    assert states.num_bytes == space.num_bytes(specs) - in_copies
+    row = snapshot_bytes(config, models, "target") // num_snapshots(config, models)
+    assert row == sum(part[0].numel() * part.itemsize for one in states.layers.values() for part in one.states)
 
 
 def test_layers_that_draft_are_left_in_the_files(tmp_path: Path) -> None:

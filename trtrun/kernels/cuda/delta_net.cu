@@ -8,7 +8,8 @@
 // behind the other, [VALUE_DIM, KEY_DIM].
 //
 // Given at compilation: KEYS, VALUES (heads), KEY_DIM, VALUE_DIM, SPLIT, COLUMNS (of a group of SPLIT threads), TOKENS
-// (that are asked for together), THREADS (of a block), and KIND (0: bfloat16, 1: float16, 2: float32).
+// (that are asked for together), THREADS (of a block), and KIND and STATE, of activations and of states in memory (0:
+// bfloat16, 1: float16, 2: float32). A narrow state is rounded behind each token, in registers, too.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -37,6 +38,45 @@ __device__ __forceinline__ Number narrow(float value) {
     Number number;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(number) : "f"(value));
     return number;
+}
+#endif
+
+// Four numbers of a state, as they lie in memory.
+#if STATE == 2
+typedef float4 Stored;
+__device__ __forceinline__ float4 widen_state(Stored stored) { return stored; }
+__device__ __forceinline__ Stored narrow_state(float4 state) { return state; }
+#else
+typedef uint2 Stored;
+#if STATE == 1
+__device__ __forceinline__ u32 narrow_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ float2 widen_pair(u32 pair) {
+    float2 both;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+        : "=f"(both.x), "=f"(both.y)
+        : "r"(pair));
+    return both;
+}
+#else
+__device__ __forceinline__ u32 narrow_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ float2 widen_pair(u32 pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+#endif
+__device__ __forceinline__ float4 widen_state(Stored stored) {
+    const float2 first = widen_pair(stored.x), last = widen_pair(stored.y);
+    return make_float4(first.x, first.y, last.x, last.y);
+}
+__device__ __forceinline__ Stored narrow_state(float4 state) {
+    return make_uint2(narrow_pair(state.x, state.y), narrow_pair(state.z, state.w));
 }
 #endif
 
@@ -77,7 +117,7 @@ __device__ __forceinline__ float over_threads(float sum) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    carry_on(const float4 *query_key, const Number *value, const float2 *factors, float4 *matrices, float4 *snapshots,
+    carry_on(const float4 *query_key, const Number *value, const float2 *factors, Stored *matrices, Stored *snapshots,
              const long long *key_of_value, Number *read, const long long *numbers, long long rows, long long tokens,
              long long queries, long long start) {
     __shared__ __align__(16) float4 keys[2][TOKENS][VECTORS], asked[2][TOKENS][VECTORS];
@@ -126,13 +166,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int column = 0; column < COLUMNS; column++)
 #pragma unroll
         for (int held = 0; held < HELD; held++)
-            state[column][held] = matrices[matrix + column * GROUPS * VECTORS + held * SPLIT];
-    auto keep = [&](float4 *where) {
+            state[column][held] = widen_state(matrices[matrix + column * GROUPS * VECTORS + held * SPLIT]);
+    auto keep = [&](Stored *where) {
 #pragma unroll
         for (int column = 0; column < COLUMNS; column++)
 #pragma unroll
             for (int held = 0; held < HELD; held++)
-                where[column * GROUPS * VECTORS + held * SPLIT] = state[column][held];
+                where[column * GROUPS * VECTORS + held * SPLIT] = narrow_state(state[column][held]);
     };
     auto answer = [&](int token, const float *sums) {
         if (part == 0 && token >= fed)
@@ -176,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     here.y = fmaf(now[held].y, change, rate.x * here.y);
                     here.z = fmaf(now[held].z, change, rate.x * here.z);
                     here.w = fmaf(now[held].w, change, rate.x * here.w);
+                    here = widen_state(narrow_state(here));
                 }
             }
             if (from + token > 0) answer(from + token - 1, told);

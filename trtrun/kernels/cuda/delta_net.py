@@ -85,8 +85,8 @@ def kernel_source() -> str:
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
-def definitions(weights: DeltaNetWeights, form: Form) -> dict[str, int]:
-    """What is given at compilation."""
+def definitions(weights: DeltaNetWeights, form: Form, state: torch.dtype = torch.float32) -> dict[str, int]:
+    """What is given at compilation; `state` is the dtype of matrices in memory."""
     return {
         "KEYS": weights.keys,
         "VALUES": weights.values,
@@ -97,6 +97,7 @@ def definitions(weights: DeltaNetWeights, form: Form) -> dict[str, int]:
         "TOKENS": form.tokens,
         "THREADS": form.threads,
         "KIND": _KINDS[weights.norm.dtype],
+        "STATE": _KINDS[state],
     }
 
 
@@ -115,13 +116,20 @@ class CudaRecurrence:
     def __init__(self, weights: DeltaNetWeights, form: Form | None = None) -> None:
         self._weights, self._device = weights, weights.fading.device
         self._form = form if form is not None else form_for(weights)
-        words = tuple(f"-D{name}={value}" for name, value in definitions(weights, self._form).items())
-        self._module, self._kernel = _compile(words, self._device)
+        self._kernels = {torch.float32: self._kernel_of(torch.float32)}
         self._begins_early = begins_early(self._device)
+
+    def _kernel_of(self, state: torch.dtype) -> tuple[Any, int]:
+        """The module and the kernel for matrices that are kept in a dtype."""
+        words = definitions(self._weights, self._form, state).items()
+        return _compile(tuple(f"-D{name}={value}" for name, value in words), self._device)
 
     def __call__(self, brought: Tokens, states: LayerStates, segment_states: SegmentStates, read: torch.Tensor) -> None:
         """Carry the states of a segment's rows on, and fill in what its tokens read, [tokens, values * value_dim]."""
-        segment, weights = segment_states.segment, self._weights
+        segment, weights, state = segment_states.segment, self._weights, states.states[1].dtype
+        if state not in self._kernels:
+            self._kernels[state] = self._kernel_of(state)
+        _, kernel = self._kernels[state]
         tensors = (
             *brought, states.states[1], states.snapshots[1], weights.key_of_value, read, segment_states.numbers
         )  # fmt: skip
@@ -134,10 +142,10 @@ class CudaRecurrence:
         with torch.cuda.device(self._device):  # the driver wants its context to be the current one
             stream, arguments = torch.cuda.current_stream(self._device).cuda_stream, ctypes.addressof(places)
             if self._begins_early:
-                launch_early(self._kernel, blocks, self._form.threads, stream, arguments)
+                launch_early(kernel, blocks, self._form.threads, stream, arguments)
             else:
                 shape = (blocks, 1, 1, self._form.threads, 1, 1)
-                _driver().launchKernel(self._kernel, *shape, 0, stream, arguments, 0)
+                _driver().launchKernel(kernel, *shape, 0, stream, arguments, 0)
 
 
 @cache

@@ -114,19 +114,20 @@ class TorchDeltaNet:
 
         Args:
             state: what tokens before brought to the convolution, [rows, kernel - 1, channels], and the matrices, [rows,
-                values, key_dim, value_dim].
+                values, key_dim, value_dim], rounded to their dtype behind each token.
             brought: [rows, channels], how much heads correct, and what they keep, [rows, values] each.
             dtype: of activations, in which the convolution's results are.
         """
-        (window, matrix), (channels, corrects, kept) = state, brought
+        (window, matrix), (channels, corrects, keeps) = state, brought
         window = torch.cat((window, channels.unsqueeze(1)), dim=1)
         query, key, value = self._convolve(window, dtype)
-        matrix, column = matrix * kept.view(*kept.shape, 1, 1), key.unsqueeze(-1)
+        matrix, column = matrix * keeps.view(*keeps.shape, 1, 1), key.unsqueeze(-1)
         room = matrix * column  # a matrix of a row may be megabytes, whose pages cost more than what is computed
         change = (value - _sum_rows(room)) * corrects.unsqueeze(-1)
         matrix += torch.mul(column, change.unsqueeze(-2), out=room)
-        read = _sum_rows(torch.mul(matrix, query.unsqueeze(-1), out=room))
-        return (window[:, 1:], matrix), read.flatten(1)
+        kept = matrix.to(state[1].dtype)
+        read = _sum_rows(torch.mul(kept, query.unsqueeze(-1), out=room))
+        return (window[:, 1:], kept), read.flatten(1)
 
     def _convolve(self, window: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys [rows, values, key_dim] of length 1, the former divided by the root of their size, and

@@ -15,8 +15,9 @@ import torch
 from trtrun.kvcache.row_states import LayerStates, SegmentStates
 
 Step = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], tuple[Sequence[torch.Tensor], torch.Tensor]]
-"""The parts of states, [rows, *shape] float32 each, and what a token of each row brings, likewise → the states behind
-it, and what comes out [rows, features]. A row's bits do not depend on the others."""
+"""The parts of states, [rows, *shape] each, and what a token of each row brings, [rows, *shape] float32 each → the
+states behind it, in the dtypes that they came in, and what comes out [rows, features]. A row's bits do not depend on
+the others."""
 
 
 def go_through(
