@@ -79,7 +79,7 @@ class RecurrentState:
     num_narrow: int = 0
 
     def part_dtypes(self, narrow: StateDtype) -> list[StateDtype]:
-        """Of each part in which dtype it is kept, where those that may be are kept in `narrow`."""
+        """The dtype that each part is kept in, where those that may be are kept in `narrow`."""
         num_wide = len(self.parts) - self.num_narrow
         return ["float32" if part < num_wide else narrow for part in range(len(self.parts))]
 
