@@ -1,8 +1,8 @@
 """Times trtrun's kernels on the CPU, in bfloat16 or float32, beside what runs without them:
-products of oneDNN or torch, torch's attention, experts one by one.
+products of oneDNN or torch, torch's attention, experts one by one, gated delta nets in plain torch.
 
     python scripts/bench/bench_cpu_kernels.py [--threads 2] [--hidden 1024] [--rows 1,6,32] [--context 128]
-                                        [--dtype float32] [--experts 64,256,512,8]
+                                        [--dtype float32] [--experts 64,256,512,8] [--nets 16,16,128]
 
 Weights are streamed from memory, as in decoding: each product goes through so many of them that no cache holds them.
 All take turns within each repeat; times are medians. "int8" and "fp8" are the own products with weights of 8 bits, of
@@ -23,6 +23,7 @@ from trtrun.kernels.arguments import AttentionCall
 
 # isort: off
 import trtrun  # noqa: F401  before torch, which reads how its threads wait when it loads
+import numpy as np
 import torch
 # isort: on
 
@@ -34,13 +35,16 @@ from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, BlockedInt8Matmul, Block
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
 from trtrun.kernels.cpu.operations import CpuOperations
 from trtrun.kernels.torch import fp8
+from trtrun.kernels.torch.delta_net import DeltaNetWeights, TorchDeltaNet
 from trtrun.kernels.torch.experts import HostExperts, choose_experts
 from trtrun.kernels.torch.integers import quantize_int8
 from trtrun.kernels.torch.operations import TorchOperations
+from trtrun.kvcache.row_states import RowStates, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
-from trtrun.kvcache.specs import like_layers
+from trtrun.kvcache.specs import RecurrentState, like_layers
 from trtrun.kvcache.store import KVStore
 
+CPU = torch.device("cpu")
 STREAMED_BYTES = 400_000_000
 """Of weights, and half of it in 8 bits: several times what a cache holds."""
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 64, 16
@@ -147,6 +151,41 @@ def time_experts(shape: list[int], rows: list[int], repeats: int, dtype: torch.d
     return entries
 
 
+def time_delta_nets(shape: list[int], rows: list[int], repeats: int, dtype: torch.dtype) -> list[dict[str, object]]:
+    """One entry for each number of rows that get a token each, and for a prompt of 256 tokens: microseconds a layer."""
+    keys, values, size = shape
+    channels = (2 * keys + values) * size
+    weights = DeltaNetWeights(
+        keys, values, size, size, torch.arange(values) * keys // values, torch.randn(4, channels) / 2,
+        (torch.randn(values) / 2 - 2).exp(), torch.randn(values) - 2, torch.ones(size, dtype=dtype), 1e-6,
+    )  # fmt: skip
+    spec = RecurrentState(((3, channels), (values, size, size)), ((channels,), (values,), (values,)))
+    operations, entries = CpuOperations(), list[dict[str, object]]()
+    nets = {"own": operations.delta_net(weights), "torch": TorchDeltaNet(weights, operations)}
+    for number, tokens in (*((number, 1) for number in rows), (1, 256)):
+        states = {name: RowStates({0: spec}, StateSpace(number, 1, True), 1 + number, CPU) for name in nets}
+        for of_net in states.values():
+            of_net.announce(np.array([[row, 0, 1 + row] for row in range(number)]))
+            of_net.begin([(row, 0, 0) for row in range(number)])
+        made = torch.randn(number * tokens, channels + values * size).to(dtype)
+        rates, tables = torch.randn(number * tokens, 2 * values).to(dtype), torch.arange(1, 1 + number).unsqueeze(1)
+        begins = dict.fromkeys(nets, 0)
+
+        def forward(name: str) -> torch.Tensor:
+            positions = (begins[name] + torch.arange(tokens)).expand(number, tokens)  # noqa: B023
+            segment = AttentionSegment(0, number, tokens, tables, positions)  # noqa: B023
+            begins[name] += tokens  # noqa: B023
+            found = states[name].of_batch(AttentionBatch([segment], 1 << 30))  # noqa: B023
+            return nets[name](made, rates, states[name].layers[0], found)  # noqa: B023
+
+        seconds = in_turns({name: partial(forward, name) for name in nets}, repeats)
+        entry: dict[str, object] = {"delta_net": shape, "rows": number, "tokens": tokens}
+        entry |= {f"{name}_us": round(value * 1e6, 1) for name, value in seconds.items()}
+        entries.append(entry)
+        print(f"delta net {shape}, {number} rows of {tokens}: own {entry['own_us']} us, torch {entry['torch_us']} us")
+    return entries
+
+
 def numbers(text: str) -> list[int]:
     """Numbers of at least 1, with commas between; errors as of `positive`."""
     return [positive(part) for part in text.split(",")]
@@ -172,6 +211,7 @@ def main() -> int:
     )
     parser.add_argument("--rows", type=numbers, default="1,6,32", help="numbers of rows, with commas between")
     parser.add_argument("--experts", type=numbers, default="64,256,512,8", help="count, features, hidden, chosen")
+    parser.add_argument("--nets", type=numbers, default="16,16,128", help="heads of keys, of values, their numbers")
     parser.add_argument("--context", type=positive, default=128, help="tokens that attention looks back on")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=positive, default=9)
@@ -191,7 +231,8 @@ def main() -> int:
     products = [entry for shape in shapes for entry in time_products(*shape, options.rows, options.repeats, dtype)]
     attention = [time_attention(queries, options.context, options.repeats, dtype) for queries in options.rows]
     experts = time_experts(options.experts, options.rows, options.repeats, dtype)
-    found = {"products": products, "attention": attention, "experts": experts}
+    nets = time_delta_nets(options.nets, options.rows, options.repeats, dtype)
+    found = {"products": products, "attention": attention, "experts": experts, "delta_nets": nets}
     print(json.dumps({"processor": processor_kind(), "threads": options.threads, **found}))
     return 0
 

@@ -124,10 +124,11 @@ class DeltaNetPlan:
         return RecurrentState(parts, ((channels,), (heads,), (heads,)), num_narrow=1)
 
     def token_numbers(self, share: Share) -> int:
-        """Numbers of activations that a token has at once: what it brings, as it is made and in float32; and what heads
-        read, in float32, normalised, beside its gates, and gated."""
+        """Numbers of activations that a token has at once: what it brings, as it is made, and in float32 before the
+        convolution, beside others, and behind it; and what heads read, in float32, normalised, beside its gates, and
+        gated."""
         channels, values, heads = self._channels(share), len(self.values.held(share)), len(self.rates.units(share))
-        return channels + values + _FLOAT_NUMBERS * (channels + 10 * heads + 6 * values)
+        return channels + values + _FLOAT_NUMBERS * (3 * channels + 12 * heads + 7 * values)
 
     def _channels(self, share: Share) -> int:
         return 2 * len(self.keys.held(share)) + len(self.values.held(share))

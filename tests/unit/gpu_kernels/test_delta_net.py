@@ -10,126 +10,33 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from delta_nets import BLOCK, REFED, ROWS, Fed, Rows, Shape, alone, make_tokens, make_weights, part_of, plainly
 from gpus import needs_gpu
 from norms import difference
 
 from trtrun.errors import CheckpointError
 from trtrun.kernels.cuda import delta_net as cuda_delta_net
 from trtrun.kernels.cuda.delta_net import CudaRecurrence, Tokens, definitions, form_for, kernel_source
-from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
-from trtrun.kernels.torch.operations import TorchOperations
-from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
+from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
+from trtrun.kvcache.row_states import LayerStates, SegmentStates
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
-from trtrun.kvcache.specs import RecurrentState, StateDtype
+from trtrun.kvcache.specs import StateDtype
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 HAS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = torch.device("cuda" if HAS_GPU else "cpu"), torch.bfloat16 if HAS_GPU else torch.float16
 BOUND = 2e-2 if HAS_GPU else 3e-3
-KERNEL, ROWS, BLOCK, REFED = 4, 3, 4096, 5
-Shape = tuple[int, int, int, int]
 SHAPES: list[Shape] = [(2, 4, 32, 8)]
-"""Heads of keys and of values, and numbers of both."""
 if HAS_GPU:
     SHAPES += [(1, 3, 64, 24), (16, 48, 128, 128), (16, 32, 128, 128)]
-
-
-def make_weights(shape: Shape) -> DeltaNetWeights:
-    torch.manual_seed(sum(shape))
-    keys, values, key_dim, value_dim = shape
-    channels = 2 * keys * key_dim + values * value_dim
-    key_of_value = torch.arange(values, device=DEVICE) * keys // values
-    convolution = torch.randn(KERNEL, channels, device=DEVICE) / 2
-    fading, bias = torch.rand(values, device=DEVICE) / 4, torch.randn(values, device=DEVICE)
-    norm = (1 + torch.randn(value_dim, device=DEVICE) / 8).to(DTYPE)
-    return DeltaNetWeights(*shape, key_of_value, convolution, fading, bias, norm, 1e-6)
-
-
-@dataclass
-class Fed:
-    """Tokens of a row in a forward: their numbers [tokens, ...] and where the first one stands; padding around."""
-
-    row: int
-    first: int
-    made: torch.Tensor
-    rates: torch.Tensor
-    before: int = 0
-    behind: int = 0
-
-
-class Rows:
-    """A layer's states of some rows, which `net` carries on."""
-
-    def __init__(
-        self,
-        net: DeltaNet,
-        weights: DeltaNetWeights,
-        device: torch.device = DEVICE,
-        refed: int = REFED,
-        dtype: StateDtype = "float32",
-    ) -> None:
-        self._net, self._device = net, device
-        parts = (KERNEL - 1, weights.channels), (weights.values, weights.key_dim, weights.value_dim)
-        spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)), num_narrow=1)
-        space = StateSpace(ROWS, refed, True, num_snapshots=3, dtype=dtype)
-        self.states = RowStates({0: spec}, space, 1 + ROWS, device)
-        self.states.announce(np.array([[row, 0, 1 + row] for row in range(ROWS)]))
-        self.states.begin([(row, 0, 0) for row in range(ROWS)])
-
-    def feed(self, *rows: Fed) -> list[torch.Tensor]:
-        """One forward, in which rows of as many places are a segment; returns what tokens read, row by row."""
-        segments, made, rates, start = [], [], [], 0
-        for one in rows:
-            places = [-1] * one.before + list(range(one.first, one.first + len(one.made))) + [-1] * one.behind
-            for part, found in ((one.made, made), (one.rates, rates)):
-                found.append(torch.cat((part[:1].expand(one.before, -1), part, part[:1].expand(one.behind, -1))))
-            positions = torch.tensor([places], device=self._device)
-            tables = torch.tensor([[1 + one.row]], device=self._device)
-            last = segments[-1] if segments else None
-            if last is not None and last.queries == len(places):
-                last.positions, last.block_tables = (
-                    torch.cat((last.positions, positions)),
-                    torch.cat((last.block_tables, tables)),
-                )
-                last.rows += 1
-            else:
-                segments.append(AttentionSegment(start, 1, len(places), tables, positions))
-            start += len(places)
-        found_states = self.states.of_batch(AttentionBatch(segments, BLOCK))
-        read = self._net(torch.cat(made), torch.cat(rates), self.states.layers[0], found_states)
-        outputs = list(read.split([one.before + len(one.made) + one.behind for one in rows]))
-        for one, output in zip(rows, outputs, strict=True):
-            assert output[: one.before].float().abs().sum() == 0
-            assert output[len(output) - one.behind :].float().abs().sum() == 0
-        return [output[one.before : one.before + len(one.made)] for one, output in zip(rows, outputs, strict=True)]
-
-
-def make_tokens(weights: DeltaNetWeights, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    widths = weights.channels + weights.values * weights.value_dim, 2 * weights.values
-    made, rates = (torch.randn(count, width, generator=generator).to(DEVICE, DTYPE) for width in widths)
-    return made, rates
-
-
-def alone(
-    net: DeltaNet,
-    weights: DeltaNetWeights,
-    tokens: tuple[torch.Tensor, torch.Tensor],
-    dtype: StateDtype = "float32",
-) -> torch.Tensor:
-    """What tokens read that come one by one."""
-    rows, (made, rates) = Rows(net, weights, dtype=dtype), tokens
-    return torch.cat([rows.feed(Fed(0, at, made[at : at + 1], rates[at : at + 1]))[0] for at in range(len(made))])
 
 
 @dataclass
@@ -170,17 +77,8 @@ def nets(shape: Shape, tile: int = 8) -> tuple[DeltaNet, DeltaNetWeights]:
     """Of kernels, and its weights."""
     from trtrun.kernels.triton.delta_net.net import TritonDeltaNet
 
-    weights = make_weights(shape)._replace(tile=tile)
+    weights = make_weights(shape, DTYPE, DEVICE)._replace(tile=tile)
     return TritonDeltaNet(weights, CudaRecurrence(weights) if HAS_GPU else TorchRecurrence(weights)), weights
-
-
-def plainly(
-    weights: DeltaNetWeights, made: torch.Tensor, rates: torch.Tensor, dtype: StateDtype = "float32"
-) -> torch.Tensor:
-    """What tokens of one forward read in plain torch, on the CPU."""
-    moved = DeltaNetWeights(*(part.cpu() if isinstance(part, torch.Tensor) else part for part in weights))
-    rows = Rows(TorchDeltaNet(moved, TorchOperations()), moved, torch.device("cpu"), dtype=dtype)
-    return rows.feed(Fed(0, 0, made.cpu(), rates.cpu()))[0].to(made.device)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -228,12 +126,12 @@ def test_rejected_tokens_and_other_rows_leave_no_trace(shape: Shape) -> None:
     expected = [alone(net, weights, tokens) for tokens in texts]
     rows, wrong = Rows(net, weights), make_tokens(weights, REFED, 77)
     prompts = [5, 2, 7]
-    found = [[part] for part in rows.feed(*(_part(row, texts[row], 0, prompts[row]) for row in range(ROWS)))]
+    found = [[part] for part in rows.feed(*(part_of(row, texts[row], 0, prompts[row]) for row in range(ROWS)))]
     at, accepted = list(prompts), [(0, 3, 4), (2, 1, 0), (4, 4, 2)]
     for lengths in accepted:
         fed = []
         for row, right in enumerate(lengths):
-            true = _part(row, texts[row], at[row], min(1 + right, len(texts[row][0]) - at[row]))
+            true = part_of(row, texts[row], at[row], min(1 + right, len(texts[row][0]) - at[row]))
             rest = REFED - len(true.made)
             true.made, true.rates = (
                 torch.cat((part, other[:rest])) for part, other in ((true.made, wrong[0]), (true.rates, wrong[1]))
@@ -261,11 +159,6 @@ def _tile(made: torch.Tensor, rates: torch.Tensor, first: int) -> Fed:
     return Fed(0, first, made[first : first + 2], rates[first : first + 2])
 
 
-def _part(row: int, tokens: Sequence[torch.Tensor], first: int, count: int) -> Fed:
-    made, rates = (part[first : first + count] for part in tokens)
-    return Fed(row, first, made, rates, before=row % 2, behind=row // 2)
-
-
 @pytest.mark.parametrize("saved_at", [4, 6, 11])
 def test_rows_go_on_from_snapshots(saved_at: int) -> None:
     """Taken in front of what was fed before, within it, and at the end of a chunk."""
@@ -289,12 +182,12 @@ def test_rows_go_on_from_snapshots(saved_at: int) -> None:
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(48, 128), (128, 20)])
 def test_heads_that_the_kernel_does_not_take_are_refused(key_dim: int, value_dim: int) -> None:
     with pytest.raises(CheckpointError, match=f"keys of {key_dim} .*{value_dim}: on GPUs .*; use CPU slots"):
-        form_for(make_weights((1, 1, key_dim, value_dim)))
+        form_for(make_weights((1, 1, key_dim, value_dim), DTYPE, DEVICE))
 
 
 def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """As its source names them, for so many blocks as there are columns."""
-    weights, launched = make_weights((2, 4, 128, 128)), list[tuple[int, ...]]()
+    weights, launched = make_weights((2, 4, 128, 128), DTYPE, DEVICE), list[tuple[int, ...]]()
     (parameters,) = re.findall(r"carry_on\(([^)]*)\)", kernel_source())
     names = [parameter.split()[-1].lstrip("*") for parameter in parameters.split(",")]
 
@@ -335,7 +228,7 @@ def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernel_compiles(architecture: int, state: torch.dtype) -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
-    weights = make_weights((2, 4, 128, 128))
+    weights = make_weights((2, 4, 128, 128), DTYPE, DEVICE)
     words = [f"-D{name}={value}" for name, value in definitions(weights, form_for(weights), state).items()]
     program = nvrtc.createProgram(kernel_source(), "delta_net.cu", (), ())
     nvrtc.compileProgram(program, ["-std=c++17", f"-arch=compute_{architecture}", *words])

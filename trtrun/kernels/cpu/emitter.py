@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from trtrun.kernels.cpu.machine import NUM_THREADS, THREAD_NUMBER
+
 if TYPE_CHECKING:
     from llvmlite import ir
 
@@ -51,6 +53,7 @@ class Emitter:
         # Without the instructions bfloat16 is an integer of 16 bits: LLVM would call a library for each bfloat.
         half = BFloat() if multiplies_bfloat16 else ir.IntType(16)
         self.halves, self.pairs = ir.VectorType(half, LANES), ir.VectorType(half, 2 * LANES)
+        self.float16s = ir.VectorType(ir.HalfType(), LANES)
         self.lanes = ir.VectorType(self.small, LANES)
         floats, small = self.floats, self.small
         self._dot: ir.Function | None = None
@@ -72,6 +75,16 @@ class Emitter:
         """Start a function without a result: where to emit its body, and its arguments."""
         function = self._ir.Function(self.module, self._ir.FunctionType(self.void, arguments), name)
         return self._ir.IRBuilder(function.append_basic_block("entry")), function.args
+
+    def emit_thread(self, builder: ir.IRBuilder) -> tuple[ir.Value, ir.Value]:
+        """This thread's number, and how many there are."""
+        functions = self.module.globals
+        kinds = (
+            functions[name] if name in functions else self.declare(name, self.small)
+            for name in (THREAD_NUMBER, NUM_THREADS)
+        )
+        thread, threads = (builder.zext(builder.call(function, []), self.integer) for function in kinds)
+        return thread, threads
 
     def read(self, builder: ir.IRBuilder, pointer: ir.Value, layout: type[ctypes.Structure]) -> dict[str, ir.Value]:
         """Load every field of a structure at `pointer`: pointers, int64, and float32 as a float."""
@@ -122,9 +135,13 @@ class Emitter:
         """The float32 at `address` in all sixteen lanes."""
         return self.spread(builder, builder.load(address, typ=self.floats.element, align=4))
 
+    def multiply_and_add(self, builder: ir.IRBuilder, left: ir.Value, right: ir.Value, added: ir.Value) -> ir.Value:
+        """The products of two times sixteen float32 plus sixteen others, rounded once."""
+        return builder.call(self._fma, [left, right, added])
+
     def add_product(self, builder: ir.IRBuilder, place: ir.Value, left: ir.Value, right: ir.Value) -> None:
         """Add to the sixteen float32 at `place` the products of two times sixteen."""
-        builder.store(builder.call(self._fma, [left, right, builder.load(place, typ=self.floats)]), place)
+        builder.store(self.multiply_and_add(builder, left, right, builder.load(place, typ=self.floats)), place)
 
     def add_dot(self, builder: ir.IRBuilder, place: ir.Value, left: ir.Value, right: ir.Value) -> None:
         """Add to the sixteen float32 at `place`, lane by lane, the products of two pairs of bfloat16."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, SWIGLU_SLOPE, Activation
 from trtrun.kernels.cpu.emitter import LANES, Emitter, count
-from trtrun.kernels.cpu.machine import NUM_THREADS, THREAD_NUMBER
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -63,8 +62,6 @@ class _FusedCode(Emitter):
         number = self.floats.element
         self._sum = self.declare("llvm.vector.reduce.fadd.v16f32", number, number, self.floats)
         self._root = self.declare("llvm.sqrt.f32", number, number)
-        self._thread_number = self.declare(THREAD_NUMBER, self.small)
-        self._num_threads = self.declare(NUM_THREADS, self.small)
         self._emit(NORMALISE, self._emit_normalise)
         self._emit(SQUARE_SUMS, self._emit_square_sums)
         self._emit(ACTIVATIONS["silu"], partial(self._emit_gates, lambda builder, gate: gate))
@@ -78,8 +75,7 @@ class _FusedCode(Emitter):
         """A function that calls `body` for each of this thread's rows."""
         builder, (pointer,) = self.define(name, self.pointer)
         field = self.read(builder, pointer, Arguments)
-        thread = builder.zext(builder.call(self._thread_number, []), self.integer)
-        threads = builder.zext(builder.call(self._num_threads, []), self.integer)
+        thread, threads = self.emit_thread(builder)
         start = builder.sdiv(builder.mul(thread, field["rows"]), threads)
         stop = builder.sdiv(builder.mul(builder.add(thread, self.integer(1)), field["rows"]), threads)
         with count(builder, start, stop, 1) as row:

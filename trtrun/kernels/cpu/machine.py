@@ -203,7 +203,7 @@ def _versions() -> str:
     import llvmlite
     import llvmlite.binding as llvm
 
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     written = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
     return f"{llvmlite.__version__} {llvm.llvm_version_info} {written}"
 

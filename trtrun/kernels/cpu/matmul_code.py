@@ -11,7 +11,7 @@ import ctypes
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trtrun.kernels.cpu.emitter import LANES, PAIR_BYTES, REGISTER_BYTES, Emitter, count
-from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, NUM_THREADS, THREAD_NUMBER
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -314,16 +314,6 @@ class MatmulCode(Emitter):
             builder.call(block, [pointer, number, room])
         builder.ret_void()
         return block
-
-    def emit_thread(self, builder: ir.IRBuilder) -> tuple[ir.Value, ir.Value]:
-        """This thread's number, and how many there are."""
-        functions = self.module.globals
-        kinds = (
-            functions[name] if name in functions else self.declare(name, self.small)
-            for name in (THREAD_NUMBER, NUM_THREADS)
-        )
-        thread, threads = (builder.zext(builder.call(function, []), self.integer) for function in kinds)
-        return thread, threads
 
     def count_blocks(self, builder: ir.IRBuilder, features: ir.Value) -> ir.Value:
         """Blocks of so many output features."""

@@ -19,9 +19,11 @@ from trtrun.kernels.arguments import Activation, LineSlots
 from trtrun.kernels.cpu import fused as kernels
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import NativeAttention, takes_head, whole_head
+from trtrun.kernels.cpu.delta_net.net import NativeDeltaNet
 from trtrun.kernels.cpu.experts import NativeExperts, takes
 from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, BlockedInt8Matmul, BlockedMatmul, can_block
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
+from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import Experts
 from trtrun.kernels.torch.low_rank import Factors, Install, LowRank, LowRankShape
 from trtrun.kernels.torch.operations import GatheredAttention, HeadProducts, Product, TorchOperations
@@ -159,6 +161,12 @@ class CpuOperations(TorchOperations):
             return made
 
         return multiply
+
+    @override
+    def delta_net(self, weights: DeltaNetWeights) -> DeltaNet:
+        if machine.processor_kind() is not None:
+            return NativeDeltaNet(weights, self)
+        return super().delta_net(weights)
 
     @override
     def host_experts(self, gate_up: Sequence[Product], down: Sequence[Product], activate: Product) -> Experts:

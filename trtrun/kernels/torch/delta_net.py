@@ -75,20 +75,32 @@ class TorchDeltaNet:
     """A `DeltaNet`."""
 
     def __init__(self, weights: DeltaNetWeights, operations: _RowOperations) -> None:
-        self._weights, self._operations = weights, operations
+        self.weights, self._operations = weights, operations
 
     def __call__(
         self, made: torch.Tensor, rates: torch.Tensor, states: LayerStates, segments: Sequence[SegmentStates]
     ) -> torch.Tensor:
-        weights, dtype = self._weights, made.dtype
+        weights, dtype = self.weights, made.dtype
         channels, gates = made[:, : weights.channels], made[:, weights.channels :]
         correcting, fading = rates.float().chunk(2, dim=1)
         brought = channels.float(), self._sigmoid(correcting), self._kept(fading)
-        read = go_through(_Step(self, dtype), brought, states, segments, weights.values * weights.value_dim)
+        read = self._carry_on(brought, states, segments, dtype)
         heads = read.to(dtype).view(-1, weights.value_dim)
         normed = self._operations.normalise(heads, weights.norm, weights.epsilon).view(read.shape)
         gated = torch.cat((gates.float(), normed.float()), dim=1)
         return self._operations.activate_and_multiply(gated, "silu").to(dtype)
+
+    def _carry_on(
+        self,
+        brought: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        states: LayerStates,
+        segments: Sequence[SegmentStates],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Have the tokens of a forward go through their rows' states; see `step` for what they bring. Returns what they
+        read, [tokens, values * value_dim] float32."""
+        features = self.weights.values * self.weights.value_dim
+        return go_through(_Step(self, dtype), brought, states, segments, features)
 
     def _sigmoid(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sigmoids of [tokens, values] float32."""
@@ -101,9 +113,9 @@ class TorchDeltaNet:
         Both functions are softmaxes beside 0, whose rows have the same bits in any company; in float64, as the
         logarithm of what is close to 1 would lose its digits.
         """
-        moved = (fading + self._weights.fading_bias).double()
+        moved = (fading + self.weights.fading_bias).double()
         softplus = -functional.log_softmax(torch.stack((torch.zeros_like(moved), moved), dim=-1), dim=-1)[..., 0]
-        exponent = softplus * -self._weights.fading
+        exponent = softplus * -self.weights.fading
         shares = torch.softmax(torch.stack((exponent, torch.zeros_like(exponent)), dim=-1), dim=-1)
         return (shares[..., 0] / shares[..., 1]).float()
 
@@ -120,7 +132,8 @@ class TorchDeltaNet:
         """
         (window, matrix), (channels, corrects, keeps) = state, brought
         window = torch.cat((window, channels.unsqueeze(1)), dim=1)
-        query, key, value = self._convolve(window, dtype)
+        query, key, value = self.convolve(window.unbind(1), dtype)
+        query, key = (part.index_select(1, self.weights.key_of_value) for part in (query, key))
         matrix, column = matrix * keeps.view(*keeps.shape, 1, 1), key.unsqueeze(-1)
         room = matrix * column  # a matrix of a row may be megabytes, whose pages cost more than what is computed
         change = (value - _sum_rows(room)) * corrects.unsqueeze(-1)
@@ -129,19 +142,22 @@ class TorchDeltaNet:
         read = _sum_rows(torch.mul(kept, query.unsqueeze(-1), out=room))
         return (window[:, 1:], kept), read.flatten(1)
 
-    def _convolve(self, window: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys [rows, values, key_dim] of length 1, the former divided by the root of their size, and
-        values [rows, values, value_dim], of window [rows, kernel, channels]."""
-        weights = self._weights
-        mixed = window[:, 0] * weights.convolution[0]
-        for place in range(1, window.shape[1]):
-            mixed = mixed + window[:, place] * weights.convolution[place]
+    def convolve(
+        self, window: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys [rows, keys, key_dim] of length 1, the former divided by the root of their size, and values
+        [rows, values, value_dim], of what as many tokens as the kernel sees brought, [rows, channels] each; all
+        float32. Activations are of a dtype."""
+        weights = self.weights
+        mixed = window[0] * weights.convolution[0]
+        for brought, taps in zip(window[1:], weights.convolution[1:], strict=True):
+            mixed = mixed + brought * taps
         mixed = mixed.to(dtype)
         mixed = self._operations.activate_and_multiply(torch.cat((mixed, torch.ones_like(mixed)), dim=1)).float()
         keys, rows = weights.keys * weights.key_dim, len(mixed)
         query, key, value = mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
         query, key = (self._of_length_one(part.reshape(-1, weights.key_dim)) for part in (query, key))
-        query, key = (part.view(rows, weights.keys, -1).index_select(1, weights.key_of_value) for part in (query, key))
+        query, key = (part.view(rows, weights.keys, -1) for part in (query, key))
         return query / weights.key_dim**0.5, key, value.reshape(rows, weights.values, weights.value_dim)
 
     def _of_length_one(self, vectors: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,170 @@
+"""The recurrence of a gated delta net on the CPU: all tokens of a row go through some columns of a head's matrix, one
+after the other, while these lie in a cache; in memory a matrix is read once and written once.
+
+A column's sums add its rows one by one, with fused multiply-add, in prompts and in rounds alike; what a token reads and
+what the next one's key makes of the matrix are summed as it changes. So a token's bits depend neither on the cut of a
+prompt, nor on drafts, other rows or threads. What is in front of it, and the norm behind, is plain torch's
+(trtrun.kernels.torch.delta_net), for all tokens together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from trtrun.kernels.cpu import machine
+from trtrun.kernels.cpu.delta_net.net_code import CARRY_ON, Arguments, Form, delta_net_module
+from trtrun.kernels.cpu.emitter import LANES, REGISTER_BYTES
+from trtrun.kernels.cpu.machine import Kernel, load_kernels
+from trtrun.kernels.torch.delta_net import TorchDeltaNet
+from trtrun.kvcache.row_states import LayerStates, SegmentStates
+
+_NUMBER_NS = 0.06
+"""Nanoseconds that a token takes for each number of a matrix, about."""
+
+_TOKENS_AT_ONCE = 32
+"""That are convolved together, so that what is between the steps stays in caches: a third of the time at 256 tokens."""
+
+_Brought = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _form(value_dim: int, dtype: torch.dtype) -> Form | None:
+    """How matrices of a dtype with so many columns are gone through; None where the kernel does not take them."""
+    kind, name = machine.processor_kind(), str(dtype).removeprefix("torch.")
+    is_whole = value_dim % LANES == 0
+    if kind is None or (name != "float32" and (not is_whole or (name == "float16" and kind == "avx2"))):
+        return None
+    most = 2 if kind == "avx2" else 4
+    registers = next((count for count in (most, 2, 1) if value_dim % (count * LANES) == 0), 1)
+    return Form(registers, is_whole, name, kind)
+
+
+@functools.cache
+def _kernel(form: Form) -> Kernel:
+    return load_kernels(delta_net_module, form, names=(CARRY_ON,))[CARRY_ON]
+
+
+class _Rows:
+    """Rows of one segment, without those that go on where the one before ends.
+
+    Attributes:
+        slots, kept, first, end, settled, saved_at, snapshots, places: int64 [rows], as `SegmentStates` has them.
+    """
+
+    def __init__(self, states: SegmentStates) -> None:
+        numbers = states.numbers.numpy()
+        leads = numbers[8] == np.arange(states.segment.rows)
+        of_rows = numbers[:8, leads]
+        self.slots, self.kept, self.first, self.end, self.settled, self.saved_at, self.snapshots, self.places = of_rows
+        if (self.first < self.kept).any():
+            raise RuntimeError("tokens are fed again that a state has seen: it was moved up too far")
+        self.tokens = self.end - self.kept
+        self.most = max(1, int(self.tokens.max(initial=0)))
+        saved = self.saved_at - self.kept
+        self.saved = np.where((saved >= 0) & (self.saved_at <= self.end), saved, -1)
+
+    def lines(self) -> np.ndarray:
+        """int64 [rows, 5], as the kernel takes them."""
+        settled = self.settled - self.kept
+        return np.stack((self.slots, self.tokens, settled, self.snapshots, self.saved), axis=1).astype(np.int64)
+
+
+class NativeDeltaNet(TorchDeltaNet):
+    """A `DeltaNet` whose matrices are gone through by a kernel."""
+
+    @override
+    def _carry_on(
+        self,
+        brought: _Brought,
+        states: LayerStates,
+        segments: Sequence[SegmentStates],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        weights = self.weights
+        form = _form(weights.value_dim, states.states[1].dtype)
+        if form is None:
+            return super()._carry_on(brought, states, segments, dtype)
+        found = brought[0].new_zeros((len(brought[0]), weights.values, weights.value_dim))
+        for segment in segments:
+            rows = _Rows(segment)
+            if len(rows.slots):
+                window, factors = self._gather(brought, states, rows)
+                read = self._read(form, window, factors, states, rows, dtype)
+                for row, place in enumerate(rows.places):
+                    first, end = rows.first[row], rows.end[row]
+                    found[place + first : place + end] = read[row, first - rows.kept[row] : rows.tokens[row]]
+        return found.flatten(1)
+
+    def _gather(self, brought: _Brought, states: LayerStates, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the tokens bring that go through rows' states, in their order, and remember what is fed; the
+        convolution's part of states is moved up.
+
+        Returns:
+            [rows, kernel - 1 + most, channels], those in front that the convolution still sees, and [rows, most,
+            values, 2], what heads keep, and how much they correct; both float32.
+        """
+        before, capacity = len(self.weights.convolution) - 1, states.inputs[0].shape[1]
+        count, of_window, of_snapshots = len(rows.slots), states.states[0], states.snapshots[0]
+        window = brought[0].new_zeros((count, before + rows.most, self.weights.channels))
+        factors = brought[1].new_zeros((count, rows.most, self.weights.values, 2))
+        targets = window[:, before:], factors[..., 1], factors[..., 0]
+        for row, slot in enumerate(rows.slots):
+            kept, first, end, place = (int(part[row]) for part in (rows.kept, rows.first, rows.end, rows.places))
+            refed, fed = first - kept, slice(max(first, end - capacity), end)
+            again = torch.arange(kept, first) % capacity
+            turns = torch.arange(fed.start, fed.stop) % capacity
+            window[row, :before] = of_window[slot]
+            for given, stored, target in zip(brought, states.inputs, targets, strict=True):
+                if refed:
+                    target[row, :refed] = stored[slot].index_select(0, again)
+                target[row, refed : end - kept] = given[place + first : place + end]
+                stored[slot].index_copy_(0, turns, given[place + fed.start : place + fed.stop])
+            settled, saved = int(rows.settled[row]) - kept, int(rows.saved[row])
+            if saved >= 0:
+                of_snapshots[rows.snapshots[row]] = window[row, saved : saved + before]
+            of_window[slot] = window[row, settled : settled + before]
+        return window, factors
+
+    def _read(
+        self,
+        form: Form,
+        window: torch.Tensor,
+        factors: torch.Tensor,
+        states: LayerStates,
+        rows: _Rows,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """What the tokens read that go through rows' matrices, [rows, most, values, value_dim] float32."""
+        weights, count, most = self.weights, len(window), rows.most
+        query, key, value = self._convolve_all(window, most, dtype)
+        read, lines = torch.empty_like(value), rows.lines()
+        columns = form.registers * LANES
+        units = count * weights.values * -(-weights.value_dim // columns)
+        numbers = int(rows.tokens.sum() + count) * weights.values * weights.key_dim * weights.value_dim
+        threads = machine.team(numbers * _NUMBER_NS, units)
+        scratch = torch.empty(threads * weights.key_dim * form.registers * REGISTER_BYTES, dtype=torch.uint8)
+        tensors = query, key, value, factors, read, weights.key_of_value, states.states[1], states.snapshots[1], scratch
+        sizes = count, most, weights.keys, weights.values, weights.key_dim, weights.value_dim
+        arguments = Arguments(lines.ctypes.data, *(tensor.data_ptr() for tensor in tensors), *sizes)
+        _kernel(form)(ctypes.addressof(arguments), threads)
+        return read
+
+    def _convolve_all(
+        self, window: torch.Tensor, most: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`convolve` of `most` tokens of each row, [rows, most, heads, size] each."""
+        weights, count = self.weights, len(window)
+        shapes = (weights.keys, weights.key_dim), (weights.keys, weights.key_dim), (weights.values, weights.value_dim)
+        found = tuple(window.new_empty((count, most, *shape)) for shape in shapes)
+        step = max(1, _TOKENS_AT_ONCE // count)
+        for start in range(0, most, step):
+            stop = min(start + step, most)
+            seen = [window[:, start + place : stop + place].flatten(0, 1) for place in range(len(weights.convolution))]
+            for target, part in zip(found, self.convolve(seen, dtype), strict=True):
+                target[:, start:stop] = part.view(count, stop - start, *part.shape[1:])
+        return found[0], found[1], found[2]
