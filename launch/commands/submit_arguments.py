@@ -16,10 +16,11 @@ import click
 from launch.batch.merge import part_path
 from launch.batch.options import Part, RunOptions
 from launch.commands.bench import bench
+from launch.commands.common import server_overrides
 from launch.commands.inspect_job import check
 from launch.commands.prompts import given_sampling
 from launch.commands.run import data_options, generate_data, merge, run
-from launch.commands.serve import check_extra, check_served, serve, server_overrides
+from launch.commands.serve import check_extra, check_served, serve
 from launch.commands.train_drafter import train_drafter, train_options
 from launch.jobs.slurm.resources import SlurmResources
 from launch.jobs.slurm.script import Array, BatchJob, Word, part_output
