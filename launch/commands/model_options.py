@@ -41,7 +41,7 @@ OF_ROWS = "draft_len"
 _CHOSEN = "chosen"
 
 
-def _read_devices(context: click.Context, option: click.Parameter, value: str | None) -> list[int | str] | None:
+def read_devices(context: click.Context, option: click.Parameter, value: str | None) -> list[int | str] | None:
     """The callback of an option that takes devices between commas."""
     if value is None:
         return None
@@ -62,12 +62,12 @@ _OPTIONS = (
     click.option("--draft", metavar="MODEL", help="Draft model, or directory of heads; of draft.model."),
     click.option(
         "--devices",
-        callback=_read_devices,
+        callback=read_devices,
         metavar="D,D",
         help="The target's devices: 0,1 are GPUs, cpu:0 is a CPU slot.  [default: what is here]",
     ),
     click.option(
-        "--draft-devices", callback=_read_devices, metavar="D,D", help="The draft's devices.  [default: the target's]"
+        "--draft-devices", callback=read_devices, metavar="D,D", help="The draft's devices.  [default: the target's]"
     ),
     _DRAFT_LEN,
     click.option("--max-batch-size", type=int, metavar="N", help="Rows at once; of scheduler.max_batch_size."),

@@ -25,7 +25,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"console", "compat"}),
         frozenset({"cli"}),
         frozenset({"commands"}),
-        frozenset({"bench", "chat", "serve", "train", "quantize"}),
+        frozenset({"bench", "chat", "init", "serve", "train", "quantize"}),
         frozenset({"batch"}),
         frozenset({"jobs"}),
         frozenset({"exit_codes"}),

@@ -31,13 +31,13 @@ def render_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = 
     told = comments or {}
     lines: list[str] = []
     for name, value in values.items():
-        lines += _comment(told.get(name), "")
+        lines += comment_lines(told.get(name, ""))
         if not isinstance(value, Mapping) or not value:
             lines.append(f"{_flow(name)}: {_flow(value)}")
             continue
         lines.append(f"{_flow(name)}:")
         for key, inner in value.items():
-            lines += _comment(told.get(f"{name}.{key}"), "  ")
+            lines += comment_lines(told.get(f"{name}.{key}", ""), "  ")
             lines.append(f"  {_flow(key)}: {_flow(inner)}")
     return "\n".join(lines) + "\n"
 
@@ -74,8 +74,9 @@ def _absolute(value: Any, base: Path) -> Any:
         return value
 
 
-def _comment(text: str | None, indent: str) -> Iterator[str]:
-    for line in wrap(text or "", _WIDTH - len(indent), break_on_hyphens=False):
+def comment_lines(text: str, indent: str = "") -> Iterator[str]:
+    """A text as comments."""
+    for line in wrap(text, _WIDTH - len(indent), break_on_hyphens=False, break_long_words=False):
         yield f"{indent}# {line}"
 
 
