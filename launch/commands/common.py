@@ -56,7 +56,7 @@ def with_config(command: Command) -> Command:
         ),
         click.option(
             "--speculation",
-            "--method",
+            *(("--method",) if takes_model else ()),
             "speculation",
             type=click.Choice(list(METHODS)),
             help="Short for --set speculation.method=…; none runs the target alone.",

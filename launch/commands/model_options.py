@@ -100,6 +100,11 @@ class Settled:
     choices: Sequence[Choice] = ()
 
     @property
+    def chosen(self) -> list[str]:
+        """What was chosen, as `key=value` texts."""
+        return [f"{choice.key}={json.dumps(choice.value)}" for choice in self.choices]
+
+    @property
     def words(self) -> list[str]:
         """The words by which another command of trtrun reads the same."""
         return config_words(self.path, self.overrides)
@@ -140,15 +145,13 @@ def settle(
     from launch.jobs.plan.proposal import choose_open_keys
 
     choices = choose_open_keys(values)
-    chosen = [f"{choice.key}={json.dumps(choice.value)}" for choice in choices]
+    chosen = Settled(COMMAND_LINE, (), choices).chosen
     return Settled(COMMAND_LINE, (*given, *chosen, *overrides), choices)
 
 
 def tell_choices(settled: Settled) -> None:
     """Say in one line what was chosen, and let `rank_words` know it."""
-    click.get_current_context().meta[_CHOSEN] = [
-        f"{choice.key}={json.dumps(choice.value)}" for choice in settled.choices
-    ]
+    click.get_current_context().meta[_CHOSEN] = settled.chosen
     if settled.choices:
         told = ", ".join(f"{choice.key} {_show(choice.value)}" for choice in settled.choices)
         print(f"trtrun: chosen: {told} (--print-config has the reasons)", file=sys.stderr, flush=True)
