@@ -13,7 +13,7 @@ from launch.jobs.mpi.library import find_library
 from launch.jobs.slurm.client import SlurmError
 from launch.jobs.slurm.partitions import Partition, list_partitions
 from trtrun.errors import PlacementError
-from trtrun.kvcache.sizing import format_bytes, free_host_bytes
+from trtrun.kvcache.sizing import format_bytes
 from trtrun.threads import count_cores
 
 
@@ -49,7 +49,7 @@ class Machine:
     def describe(self) -> Iterator[str]:
         """Lines for people."""
         yield f"GPUs here: {_count_alike(self.gpus) or 'none'}."
-        yield f"CPU: {count_cores()} cores, {format_bytes(free_host_bytes())} of memory free."
+        yield f"CPU cores: {count_cores()}."
         yield f"Slurm: {', '.join(map(str, self.partitions)) or self.slurm}."
         yield f"MPI: {self.mpi}."
 
