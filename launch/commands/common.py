@@ -45,7 +45,8 @@ def with_config(command: Command) -> Command:
             "config_path",
             required=not takes_model,
             type=click.Path(path_type=Path),
-            help="YAML file: models, devices, speculation, KV cache, scheduler.",
+            help="YAML file: models, devices, speculation, KV cache, scheduler."
+            + (" Without one: MODEL, a directory, org/name of the Hugging Face cache, or asset:target." * takes_model),
         ),
         click.option(
             "--set",

@@ -13,10 +13,10 @@ from typing import Any
 
 from launch.jobs.plan.proposal import bytes_of_weights, has_own_heads
 from trtrun.configuration.config import make_config
+from trtrun.configuration.drafting.drafting_methods import NO_DRAFTS
 from trtrun.configuration.model_paths import ASSET_PREFIX, find_model, list_cached
 from trtrun.errors import TrtrunError
 from trtrun.heads.head_reading import find_heads
-from trtrun.models.config import read_model_config
 from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files
 from trtrun.tokens.translation import choose_way
@@ -67,12 +67,7 @@ def find_models() -> list[FoundModel]:
     found = []
     for name, directory in list_cached().items():
         heads, size = find_heads(directory), bytes_of_weights(directory)
-        if heads is None:
-            try:
-                read_model_config(directory)
-            except TrtrunError:
-                continue
-        if size:
+        if size and (heads is not None or _is_supported(directory)):
             found.append(FoundModel(name, directory, size, heads))
     return sorted(found, key=lambda model: -model.size)
 
@@ -140,10 +135,21 @@ def _is_for(heads: FoundModel, target: FoundModel) -> bool:
     return False
 
 
-def _fits(values: Mapping[str, Any], target: FoundModel) -> bool:
-    """Whether heads can be read for a target, by the shapes of their tensors."""
-    section = {"model": target.name, "devices": ["cpu:0"]}
+def _is_supported(directory: Path) -> bool:
+    """Whether a directory holds a model of a family that is known, by its config.json."""
     try:
-        return JobSpec(make_config({"target": section, **values}, Path.cwd())).heads is not None
+        return bool(_spec_of(directory, {"speculation": {"method": NO_DRAFTS}}).target)
     except TrtrunError:
         return False
+
+
+def _fits(values: Mapping[str, Any], target: FoundModel) -> bool:
+    """Whether heads can be read for a target, by the shapes of their tensors."""
+    try:
+        return _spec_of(target.directory, values).heads is not None
+    except TrtrunError:
+        return False
+
+
+def _spec_of(target: Path, values: Mapping[str, Any]) -> JobSpec:
+    return JobSpec(make_config({"target": {"model": str(target), "devices": ["cpu:0"]}, **values}, Path.cwd()))
