@@ -46,8 +46,8 @@ def read_devices(context: click.Context, option: click.Parameter, value: str | N
     if value is None:
         return None
     words = [word.strip() for word in value.split(",")]
-    devices = [int(word) if word.isascii() and word.isdecimal() else word for word in words]
     try:
+        devices = [int(word) if word.isascii() and word.isdecimal() else word for word in words]
         names = parse_devices(devices)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None

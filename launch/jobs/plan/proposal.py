@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.jobs.check.preflight import check_models, count_gpus
+from launch.jobs.placement.allocation import find_allocation, in_allocation
 from trtrun.configuration.config import make_config
 from trtrun.configuration.device_lists import parse_devices
 from trtrun.configuration.drafting.drafting_methods import METHODS, NO_DRAFTS, needs_draft_model
@@ -49,7 +50,7 @@ def choose_open_keys(values: Mapping[str, Any], gpus: int | None = None) -> list
     Args:
         values: what a YAML file would hold, with `target.model`. What is wrong with the rest is left to the
             configuration's checks.
-        gpus: of this host; None counts them.
+        gpus: of a host; None counts those of this one, or of the Slurm job.
 
     Raises:
         TrtrunError: a model is not there, is not supported, or cannot be split over the devices.
@@ -73,7 +74,7 @@ def choose_open_keys(values: Mapping[str, Any], gpus: int | None = None) -> list
     if drafted is not None and method in METHODS and not _takes_draft(method):
         raise ConfigError(f"--draft names {drafted}, but method {method} drafts without a model: leave one of them out")
     if "devices" not in filled["target"]:
-        choose([_choose_devices(filled, target, count_gpus() if gpus is None else gpus)])
+        choose([_choose_devices(filled, target, _count_granted() if gpus is None else gpus)])
     if needs_draft_model({"method": method}) and drafted is not None and "devices" not in filled["draft"]:
         choose([_choose_draft_devices(filled)])
     return choices
@@ -92,6 +93,12 @@ def has_own_heads(target: str) -> bool:
 def bytes_of_weights(directory: Path) -> int:
     """Bytes of a model's weights, as its files are."""
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def _count_granted() -> int:
+    """GPUs of each node of the Slurm job, where Slurm tells, else of this host."""
+    granted = find_allocation().gpus if in_allocation() else None
+    return count_gpus() if granted is None else granted
 
 
 def _takes_draft(method: str) -> bool:

@@ -19,7 +19,7 @@ def target(tmp_path: Path) -> str:
     return str(make_checkpoint(tmp_path / "target"))
 
 
-def chosen(gpus: int, **values: Any) -> dict[str, Any]:
+def chosen(gpus: int | None, **values: Any) -> dict[str, Any]:
     return {choice.key: choice.value for choice in choose_open_keys(values, gpus)}
 
 
@@ -49,6 +49,14 @@ def test_a_target_is_split_as_far_as_it_can_be_and_pays(
     assert 300_000 < proposal.bytes_of_weights(Path(target)) < 450_000
     found = chosen(gpus, target={"model": target}, speculation={"method": "none"})
     assert found == {"target.devices": list(range(count))}
+
+
+def test_in_a_slurm_job_its_gpus_count(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was granted to a shell on a host without any."""
+    monkeypatch.setattr(proposal, "LEAST_SHARE", 1)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[7-8]")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    assert chosen(None, target={"model": target}, speculation={"method": "none"}) == {"target.devices": [0, 1]}
 
 
 def test_a_draft_is_where_the_target_is_as_far_as_it_can_be_split(target: str, tmp_path: Path) -> None:
