@@ -195,7 +195,7 @@ def chat(
     if url is not None:
         if config_path is not None or values["model"] is not None:
             raise click.UsageError("give MODEL, --config FILE, or --url URL of a server that runs, one of the three")
-        if overrides or speculation is not None or any(values[name] is not None for name in KEYS):
+        if overrides or speculation is not None or any(values.get(name) is not None for name in KEYS):
             raise click.UsageError("--set, --speculation and devices are of a job: a server that runs has its own")
         serving: AbstractContextManager[ChatClient] = nullcontext(
             ChatClient(url, None if api_key_file is None else _read_key(api_key_file))
