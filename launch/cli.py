@@ -17,6 +17,8 @@ from typing import NoReturn
 import click
 
 from launch.commands.bench import bench
+from launch.commands.demo import demo
+from launch.commands.init import init
 from launch.commands.inspect_job import check, plan
 from launch.commands.run import generate_data, merge, run, warm_up
 from launch.commands.serve import chat, serve, serve_engine
@@ -48,7 +50,7 @@ def cli() -> None:
 
 
 for _command in (
-    *(run, chat, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench),
+    *(demo, init, run, chat, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench),
     *(generate_data, train_drafter, quantize, convert, build),
 ):
     cli.add_command(_command)

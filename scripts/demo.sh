@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/install.sh
-exec .venv/bin/python -m launch.demo "$@"
+exec .venv/bin/python -m launch.cli demo "$@"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from launch.commands.common import load, with_config
+from launch.commands.model_options import rank_words
 
 if TYPE_CHECKING:
     from launch.batch.options import Workload
@@ -63,7 +63,7 @@ def bench(
     from launch.jobs.mpi.job import Job
 
     workloads = parse_workloads(rows, prompt_tokens, temperature)
-    job = Job(load(config_path, overrides, speculation), sys.argv[1:])
+    job = Job(load(config_path, overrides, speculation), rank_words())
     options = BenchOptions(workloads=workloads, peer_options=parse_peer_options(peer_options), **others)
 
     def check() -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
+from launch.commands.model_options import KEYS, print_configuration, settle, tell_choices, with_model
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.configuration.topology import make_topology
 from trtrun.configuration.yaml_source import read_values
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+WITHOUT_MODEL = ("train_drafter",)
+"""Commands that need a YAML file."""
 
 STARTERS = ("run", "generate_data", "train_drafter", "bench", "check", "serve", "serve_engine", "warm_up")
 """Commands that start ranks, and so have logs."""
@@ -26,17 +32,21 @@ _LOG_DIRECTORY = "log_directory"
 
 
 def with_config(command: Command) -> Command:
-    """Add --config, --set and --speculation, and to commands that start ranks -v and --log-dir.
+    """Add --config, --set and --speculation, MODEL with its options, and to commands that start ranks -v and --log-dir.
 
-    The two are no arguments of the command: `load` finds them in click's context.
+    The command gets `config_path`, which is COMMAND_LINE without a file, `overrides`, in which its other parameters and
+    what was chosen stand as well, and `speculation`. -v and --log-dir are no arguments of it: `load` finds them in
+    click's context.
     """
+    takes_model = command.__name__ not in WITHOUT_MODEL
     options = [
         click.option(
             "--config",
             "config_path",
-            required=True,
+            required=not takes_model,
             type=click.Path(path_type=Path),
-            help="YAML file: models, devices, speculation, KV cache, scheduler.",
+            help="YAML file: models, devices, speculation, KV cache, scheduler."
+            + (" Without one: MODEL, a directory, org/name of the Hugging Face cache, or asset:target." * takes_model),
         ),
         click.option(
             "--set",
@@ -47,6 +57,8 @@ def with_config(command: Command) -> Command:
         ),
         click.option(
             "--speculation",
+            *(("--method",) if takes_model else ()),
+            "speculation",
             type=click.Choice(list(METHODS)),
             help="Short for --set speculation.method=…; none runs the target alone.",
         ),
@@ -71,9 +83,35 @@ def with_config(command: Command) -> Command:
                 help="Keep a log file of each rank there.  [default: launch.log_directory]",
             ),
         ]
+    settled = with_model(_settling(command)) if takes_model else command
     for option in reversed(options):
-        command = option(command)
-    return command
+        settled = option(settled)
+    return settled
+
+
+def _settling(command: Command) -> Command:
+    """The command behind its configuration: it begins once that is settled."""
+
+    @wraps(command)
+    def begin(
+        config_path: Path | None, overrides: tuple[str, ...], speculation: str | None, print_config: bool, **others: Any
+    ) -> int:
+        settled = settle(config_path, overrides, speculation, others)
+        others = {name: value for name, value in others.items() if name not in KEYS}
+        if print_config:
+            more = [*server_overrides(others), *([] if speculation is None else [f"speculation.method={speculation}"])]
+            print_configuration(settled, more)
+            return 0
+        tell_choices(settled)
+        return int(command(config_path=settled.path, overrides=settled.overrides, speculation=speculation, **others))
+
+    return cast(Command, begin)
+
+
+def server_overrides(parameters: Mapping[str, Any]) -> list[str]:
+    """The changes of the YAML file that options of `trtrun serve` make."""
+    names = [name for name in parameters if name in ServerSection.model_fields and parameters[name] not in (None, ())]
+    return [f"server.{name}={json.dumps(parameters[name])}" for name in names]
 
 
 def load(

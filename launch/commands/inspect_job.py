@@ -4,12 +4,12 @@ ranks without weights.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
 from launch.commands.common import load, with_config
+from launch.commands.model_options import config_words, rank_words
 from trtrun.configuration.config import RuntimeConfig
 
 
@@ -26,7 +26,7 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
     from launch.jobs.mpi.job import Job
     from launch.jobs.slurm.resources import load_plan_config, place_on_simulated_hosts, read_resources
 
-    arguments = ["run", "--config", str(config_path), *(word for value in overrides for word in ("--set", value))]
+    arguments = ["run", *config_words(config_path, overrides)]
     if speculation is not None:
         arguments += ["--speculation", speculation]
         overrides += (f"speculation.method={speculation}",)
@@ -78,7 +78,7 @@ def check(
     from launch.jobs.mpi.job import Job
     from launch.jobs.mpi.start_progress import has_parent
 
-    job = Job(load(config_path, overrides, speculation), sys.argv[1:], is_check=True)
+    job = Job(load(config_path, overrides, speculation), rank_words(), is_check=True)
 
     def preflight() -> None:
         from launch.jobs.check.preflight import check_job

@@ -14,6 +14,7 @@ import click
 
 from launch.batch.options import Part, RunOptions, SampledShare
 from launch.commands.common import load, with_config
+from launch.commands.model_options import rank_words
 from launch.commands.prompts import given_sampling, parse_part, with_prompts
 from launch.exit_codes import ExitCode, describe_exit_codes
 from launch.jobs.mpi.drain import Drain, EndedAtStart, ending_at_once, leave_starting_ranks
@@ -79,7 +80,7 @@ def _run(
     """This process's part, once it hears the signals that may end it."""
     from launch.jobs.mpi.job import Job
 
-    job = Job(load(config_path, overrides, speculation), sys.argv[1:], drains=options.keeps_rows)
+    job = Job(load(config_path, overrides, speculation), rank_words(), drains=options.keeps_rows)
 
     def check() -> None:
         from launch.batch.checks import check_models, check_rows, finish_without_models
@@ -151,7 +152,7 @@ def warm_up(config_path: Path, overrides: tuple[str, ...], speculation: str | No
     if cache is not None:
         for variable, folder in CACHES.items():  # on each rank, before anything reads them
             os.environ[variable] = str(cache.resolve() / folder)
-    job = Job(without_weights(load(config_path, overrides, speculation)), sys.argv[1:])
+    job = Job(without_weights(load(config_path, overrides, speculation)), rank_words())
 
     def check() -> None:
         from launch.jobs.check.preflight import check_job

@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launch.commands.common import load, shared_options, with_config
+from launch.commands.common import load, server_overrides, shared_options, with_config
+from launch.commands.model_options import (
+    KEYS,
+    config_words,
+    print_configuration,
+    rank_words,
+    settle,
+    tell_choices,
+    with_model,
+)
 from launch.commands.prompts import given_sampling
 from launch.exit_codes import ExitCode, describe_exit_codes
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
-from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
@@ -68,7 +76,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     if not sys.platform.startswith("linux"):
         raise PlacementError("trtrun serve needs Linux")
     check_served(spec)
-    words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
+    words = [*config_words(config_path, ()), *shared_options([*overrides, *given], speculation)]
     return play_serve(spec, RestartedEngine(config, engine_command(words)))
 
 
@@ -76,7 +84,7 @@ def _serve_rank(config: RuntimeConfig) -> int:
     """The part of a rank that a user's own mpirun or srun has started."""
     from launch.jobs.mpi.job import Job
 
-    job = Job(config, sys.argv[1:])
+    job = Job(config, rank_words())
     status = job.enter(lambda: check_served(job.spec))
     if status is not None:
         return status
@@ -106,19 +114,13 @@ def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str
     """The ranks behind `trtrun serve`, which starts this."""
     from launch.jobs.mpi.job import Job
 
-    job = Job(load(config_path, overrides, speculation), sys.argv[1:])
+    job = Job(load(config_path, overrides, speculation), rank_words())
     status = job.enter(lambda: None)  # the frontend has checked it
     if status is not None:
         return status
     from launch.serve.engine.process import play_engine
 
     return play_engine(job.spec, socket)
-
-
-def server_overrides(parameters: Mapping[str, Any]) -> list[str]:
-    """The changes of the YAML file that options of `trtrun serve` make."""
-    names = [name for name in parameters if name in ServerSection.model_fields and parameters[name] not in (None, ())]
-    return [f"server.{name}={json.dumps(parameters[name])}" for name in names]
 
 
 def check_extra() -> None:
@@ -146,11 +148,18 @@ def _parse_object(context: click.Context, option: click.Parameter, value: str | 
 
 
 @click.command(epilog=f"Exit status: {describe_exit_codes()}")
+@with_model
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML file of the job.")
 @click.option("--url", metavar="URL", help="A server that runs, such as http://127.0.0.1:8000, instead of a job.")
 @click.option("--api-key-file", type=click.Path(path_type=Path), metavar="F", help="With that server's key.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
-@click.option("--speculation", type=click.Choice(list(METHODS)), help="Short for --set speculation.method=….")
+@click.option(
+    "--speculation",
+    "--method",
+    "speculation",
+    type=click.Choice(list(METHODS)),
+    help="Short for --set speculation.method=….",
+)
 @click.option("--system", metavar="TEXT", help="What the system is told.")
 @click.option("--max-tokens", type=int, help="Most tokens of an answer.  [default: to the context's end]")
 @click.option("--temperature", type=float, help="0 is greedy.  [default: what the model says, else 1]")
@@ -170,30 +179,37 @@ def chat(
     overrides: tuple[str, ...],
     speculation: str | None,
     system: str | None,
+    print_config: bool,
     **values: Any,
 ) -> int:
     """Talk to a model in the terminal.
 
-    With --config a server is started for the conversation, on any number of ranks, and ends with it. With --url one
-    that runs is asked. Answers stream, with their speed and the share of accepted draft tokens; Ctrl-C stops one.
-    Without a terminal each line of the input is a message.
+    For a MODEL, or with --config, a server is started for the conversation, on any number of ranks, and ends with it.
+    With --url one that runs is asked. Answers stream, with their speed and the share of accepted draft tokens; Ctrl-C
+    stops one. Without a terminal each line of the input is a message.
     """
     from launch.chat.client import ChatClient
     from launch.chat.own_server import own_server
     from launch.chat.session import Session
 
-    if (config_path is None) == (url is None):
-        raise click.UsageError("give --config FILE, or --url URL of a server that runs, one of the two")
-    if url is not None and (overrides or speculation is not None):
-        raise click.UsageError("--set and --speculation are of a job: a server that runs has its own")
-    if config_path is not None and api_key_file is not None:
-        raise click.UsageError("--api-key-file is of a server that runs, with --url")
-    serving: AbstractContextManager[ChatClient]
     if url is not None:
-        serving = nullcontext(ChatClient(url, None if api_key_file is None else _read_key(api_key_file)))
+        if config_path is not None or values["model"] is not None:
+            raise click.UsageError("give MODEL, --config FILE, or --url URL of a server that runs, one of the three")
+        if overrides or speculation is not None or any(values.get(name) is not None for name in KEYS):
+            raise click.UsageError("--set, --speculation and devices are of a job: a server that runs has its own")
+        serving: AbstractContextManager[ChatClient] = nullcontext(
+            ChatClient(url, None if api_key_file is None else _read_key(api_key_file))
+        )
     else:
-        words = ["--config", str(config_path), *(word for item in overrides for word in ("--set", item))]
-        serving = own_server(words + ([] if speculation is None else ["--speculation", speculation]))
+        if api_key_file is not None:
+            raise click.UsageError("--api-key-file is of a server that runs, with --url")
+        settled = settle(config_path, overrides, speculation, values)
+        method = [] if speculation is None else ["--speculation", speculation]
+        if print_config:
+            print_configuration(settled, [f"speculation.method={word}" for word in method[1:]])
+            return ExitCode.DONE
+        tell_choices(settled)
+        serving = own_server([*settled.words, *method])
     with serving as client:
         client.look()
         Session(client, system, _options(values)).run()

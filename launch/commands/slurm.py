@@ -49,7 +49,7 @@ def _with_settings(command: Any) -> Any:
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="YAML file of the run.")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML file of the run.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
 @click.option("--dry-run", is_flag=True, help="Show the batch script; submit nothing.")
 @click.option("--follow", is_flag=True, help="Show the log until the job ends, and end with its exit status.")
@@ -59,7 +59,7 @@ def _with_settings(command: Any) -> Any:
 @_with_settings
 @click.argument("words", nargs=-1, metavar="-- COMMAND [OPTION]…", type=click.UNPROCESSED)
 def submit(
-    config_path: Path,
+    config_path: Path | None,
     overrides: tuple[str, ...],
     dry_run: bool,
     follow: bool,
@@ -71,8 +71,9 @@ def submit(
 
         trtrun submit --config F.yaml --time 2:00:00 -- run --prompts P.jsonl --output O.jsonl
 
-    The nodes, ranks and GPUs come from the devices in the YAML file, everything else from its launch.slurm section and
-    the options here. What is wrong with the command is said now, not when the job starts.
+    The nodes, ranks and GPUs come from the devices in the YAML file, or from --devices behind the -- without one;
+    everything else from its launch.slurm section and the options here. What is wrong with the command is said now, not
+    when the job starts.
     """
     from launch.commands.submit_arguments import make_job, merge_words, parse_inner
     from launch.jobs.slurm.resources import read_resources
@@ -80,8 +81,8 @@ def submit(
 
     inner = parse_inner(words, config_path, overrides)
     changes = {name: value for name, value in settings.items() if value is not None}
-    resources = read_resources(config_path, inner.overrides, changes, inner.place_ranks, inner.read)
-    job = make_job(inner, resources, config_path, overrides, array)
+    resources = read_resources(inner.settled.path, inner.overrides, changes, inner.place_ranks, inner.read)
+    job = make_job(inner, resources, overrides, array)
     script = render_script(job)
     if resources.lacks_cores:
         print(

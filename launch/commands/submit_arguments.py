@@ -16,10 +16,12 @@ import click
 from launch.batch.merge import part_path
 from launch.batch.options import Part, RunOptions
 from launch.commands.bench import bench
+from launch.commands.common import server_overrides
 from launch.commands.inspect_job import check
+from launch.commands.model_options import Settled, config_words, settle
 from launch.commands.prompts import given_sampling
 from launch.commands.run import data_options, generate_data, merge, run
-from launch.commands.serve import check_extra, check_served, serve, server_overrides
+from launch.commands.serve import check_extra, check_served, serve
 from launch.commands.train_drafter import train_drafter, train_options
 from launch.jobs.slurm.resources import SlurmResources
 from launch.jobs.slurm.script import Array, BatchJob, Word, part_output
@@ -27,7 +29,7 @@ from launch.train.job import place_training_ranks, read_training_values
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
-from trtrun.configuration.yaml_source import read_values
+from trtrun.configuration.yaml_source import COMMAND_LINE, read_values
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, nearest
 
@@ -54,19 +56,21 @@ class Inner:
         rest: its words as they were given, without the configuration's.
         parameters: what click makes of all words.
         command: click's description of it.
+        settled: the configuration.
     """
 
     name: str
     rest: tuple[str, ...]
     parameters: dict[str, Any]
     command: click.Command
+    settled: Settled
 
     @property
     def overrides(self) -> list[str]:
         """Changes of the YAML file that the whole command line makes."""
         speculation = self.parameters.get("speculation")
         extra = [] if speculation is None else [f"speculation.method={speculation}"]
-        return [*self.parameters["overrides"], *server_overrides(self.parameters), *extra]
+        return [*self.settled.overrides, *server_overrides(self.parameters), *extra]
 
     def place_ranks(self, config: RuntimeConfig) -> Topology:
         """Who sits where when the command runs."""
@@ -77,7 +81,7 @@ class Inner:
         return read_training_values(path, overrides) if self.name == "train-drafter" else read_values(path, overrides)
 
 
-def parse_inner(words: Sequence[str], config_path: Path, overrides: Sequence[str]) -> Inner:
+def parse_inner(words: Sequence[str], config_path: Path | None, overrides: Sequence[str]) -> Inner:
     """Parse a command line as trtrun does, with submit's own --config and --set in it.
 
     Raises:
@@ -91,21 +95,27 @@ def parse_inner(words: Sequence[str], config_path: Path, overrides: Sequence[str
         raise click.UsageError(f"'{name}' cannot be submitted{nearest(name, COMMANDS)}")
     if any(word == "--config" or word.startswith("--config=") for word, _ in _options(command, rest)):
         raise click.UsageError("give --config once, before the --")
-    arguments = [*_config_words(config_path, overrides), *rest]
+    arguments = [*config_words(config_path or COMMAND_LINE, overrides), *rest]
     with command.make_context(f"trtrun submit … -- {name}", arguments) as context:
-        return Inner(name, tuple(rest), dict(context.params), command)
+        return Inner(name, tuple(rest), dict(context.params), command, _settle(context.params))
 
 
-def make_job(
-    inner: Inner, resources: SlurmResources, config_path: Path, overrides: Sequence[str], array: Array | None
-) -> BatchJob:
+def _settle(parameters: dict[str, Any]) -> Settled:
+    """The configuration of a command; without a file its devices must be named, as they are another host's."""
+    path, overrides = parameters["config_path"], parameters["overrides"]
+    if path is None and parameters.get("devices") is None and not any("target.devices" in word for word in overrides):
+        raise click.UsageError("without --config FILE, name the devices on the job's node: --devices 0,1")
+    return settle(path, overrides, parameters["speculation"], parameters)
+
+
+def make_job(inner: Inner, resources: SlurmResources, overrides: Sequence[str], array: Array | None) -> BatchJob:
     """The batch job of a command, once the command's own mistakes are told.
 
     Raises:
         TrtrunError: the command would refuse to run, or cannot run as asked.
         click.UsageError: options that do not fit together.
     """
-    start = [inner.name, *_config_words(config_path, overrides)]
+    start = [inner.name, *config_words(inner.settled.path, [*inner.settled.chosen, *overrides])]
     if array is not None and inner.name != "run":
         other = "; submit its --part" if inner.name == "generate-data" else f"; {inner.name} has none"
         raise click.UsageError(f"--array splits the rows of `run`{other}")
@@ -220,10 +230,6 @@ def _outputs(options: RunOptions, array: Array | None) -> Iterator[tuple[str, Pa
         return
     for number in range(1, array.count + 1):
         yield str(part_path(options.output, number, array.count)), Part(number, array.count)
-
-
-def _config_words(path: Path, overrides: Sequence[str]) -> list[str]:
-    return ["--config", str(path), *(word for override in overrides for word in ("--set", override))]
 
 
 def _options(command: click.Command, words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -22,10 +22,10 @@ PACKAGES = {"launch": {"launch", "trtrun", "parallel"}, "trtrun": {"trtrun", "pa
 # with rooms inside may have a table of their own.
 LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "launch": (
-        frozenset({"demo", "console", "compat"}),
+        frozenset({"console", "compat"}),
         frozenset({"cli"}),
         frozenset({"commands"}),
-        frozenset({"bench", "chat", "serve", "train", "quantize"}),
+        frozenset({"bench", "chat", "init", "serve", "train", "quantize"}),
         frozenset({"batch"}),
         frozenset({"jobs"}),
         frozenset({"exit_codes"}),

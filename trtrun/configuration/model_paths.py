@@ -75,6 +75,29 @@ def find_snapshot(name: HubName) -> Path | None:
     return None
 
 
+def list_cached() -> dict[str, Path]:
+    """The model directories in this host's cache, by the names that find them, in alphabetical order. Of each model
+    one: its main branch, else the first of its other branches and tags that is there."""
+    from huggingface_hub import constants
+
+    found: dict[str, Path] = {}
+    cache = Path(constants.HF_HUB_CACHE)
+    for folder in sorted(cache.glob(f"{_PREFIX}*")):
+        model = "/".join(folder.name.removeprefix(_PREFIX).split("--"))
+        if read_hub_name(model) is None:
+            continue
+        try:
+            refs = sorted(file.name for file in (folder / "refs").glob("*"))
+            for name in (HubName(model), *(HubName(model, ref) for ref in refs)):
+                snapshot = find_snapshot(name)
+                if snapshot is not None:
+                    found[str(name)] = snapshot
+                    break
+        except OSError:  # whose folders cannot be read
+            continue
+    return found
+
+
 def describe_absence(name: HubName) -> str:
     """Where a name that was not found has been looked for, what is there instead, and what to do; for a message."""
     from huggingface_hub import constants

@@ -16,6 +16,9 @@ import yaml
 
 from trtrun.errors import ConfigError, shorten, shorten_path, wrap_errors
 
+COMMAND_LINE = Path("the command line")
+"""Stands in the place of a file's path where there is none: all values come as overrides."""
+
 MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
 
@@ -38,7 +41,7 @@ _KINDS = {
 
 
 def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file and apply overrides, without checking what the values mean.
+    """Read a YAML file and apply overrides, without checking what the values mean. Of COMMAND_LINE nothing is read.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, or no mapping; or what was given is no path.
@@ -46,6 +49,14 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"a configuration must be a RuntimeConfig or a YAML file's path, not {describe_kind(path)}")
     file = Path(path)
+    values = {} if file == COMMAND_LINE else _read_file(file)
+    for change in overrides:
+        apply_override(values, change)
+    return values
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds."""
     try:
         with file.open(encoding="utf-8") as opened:
             text = opened.read(MOST_BYTES + 1)
@@ -57,8 +68,6 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     values = parse_yaml(text, str(file))
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
-    for change in overrides:
-        apply_override(values, change)
     return values
 
 

@@ -69,17 +69,21 @@ def read_head(
     return plan
 
 
+def find_heads(path: Path) -> str | None:
+    """Name of the method that a directory with heads is for, by its tensors; None where it has none that are known."""
+    if (path / MEDUSA_FILE).is_file():
+        return "medusa"
+    try:
+        files = Checkpoint(path, what="heads")
+        return find_method(files, sort_names(files))
+    except CheckpointError:
+        return None
+
+
 def tell_heads(path: Path, method: str | None = None) -> str | None:
     """What to say of a directory with heads of a method that is not `method`, without its name; None where it has no
     such heads, as far as it shows."""
-    if (path / MEDUSA_FILE).is_file():
-        found: str | None = "medusa"
-    else:
-        try:
-            files = Checkpoint(path, what="heads")
-            found = find_method(files, sort_names(files))
-        except CheckpointError:
-            return None
+    found = find_heads(path)
     if found is None or found == ("dflash" if method == "dspark" else method):
         return None
     return f"it has heads that draft by method {found}: set speculation.method to that"

@@ -182,17 +182,18 @@ def check_devices(topology: Topology) -> None:
 def missing_devices(topology: Topology) -> list[str]:
     """GPUs that should be on this host and are not."""
     wanted = [slot.device for slot in topology.slots if slot.device.startswith("cuda") and is_local(slot.host)]
-    count = _count_gpus() if wanted else 0
+    count = count_gpus() if wanted else 0
     return [device for device in wanted if int(device.partition(":")[2]) >= count]
 
 
 def describe_gpus() -> str:
     """How many GPUs this host has, as a text: "2 (cuda:0 to cuda:1)", "none"."""
-    count = _count_gpus()
+    count = count_gpus()
     return f"{count} (cuda:0 to cuda:{count - 1})" if count else "none"
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
+    """GPUs of this host that this process may use."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

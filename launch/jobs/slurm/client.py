@@ -114,10 +114,10 @@ def submit(script: str, cwd: Path) -> int:
     Raises:
         SlurmError: sbatch refused it.
     """
-    done = _call(["sbatch", "--parsable"], input=script, cwd=cwd)
+    done = call(["sbatch", "--parsable"], input=script, cwd=cwd)
     match = re.match(r"([0-9]+)", done.stdout.strip())
     if done.returncode or match is None:
-        raise SlurmError(f"sbatch refused the job: {_reason(done)}")
+        raise SlurmError(f"sbatch refused the job: {describe_failure(done)}")
     return int(match[1])
 
 
@@ -132,9 +132,9 @@ def find_jobs(job: str) -> list[SlurmJob]:
     """
     check_name(job)
     form = ",".join(f"{name}:{SEPARATOR}" for name in FIELDS)
-    done = _call(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", f"--Format={form}"])
+    done = call(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", f"--Format={form}"])
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise SlurmError(f"squeue: {_reason(done)}")
+        raise SlurmError(f"squeue: {describe_failure(done)}")
     jobs = [read_job(line) for line in done.stdout.split("\n") if SEPARATOR in line] or _find_in_accounts(job)
     if not jobs:
         raise SlurmError(f"Slurm does not know a job {job}: it forgets jobs some minutes after their end; see its log")
@@ -170,7 +170,7 @@ def _find_in_accounts(job: str) -> list[SlurmJob]:
     names = "JobIDRaw,JobID,State,ExitCode,Elapsed,NNodes,NodeList,JobName"
     if shutil.which("sacct") is None:
         return []
-    done = _call(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={names}"])
+    done = call(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={names}"])
     jobs = []
     for line in done.stdout.splitlines() if done.returncode == 0 else ():
         number, label, state, status, elapsed, num_nodes, nodes, name = line.split("|", 7)
@@ -198,7 +198,7 @@ def _find_in_accounts(job: str) -> list[SlurmJob]:
 def read_record(job: str) -> Mapping[str, object]:
     """What `trtrun submit` wrote into the job's script for later; empty where Slurm has no such script."""
     check_name(job)
-    done = _call(["scontrol", "write", "batch_script", job, "-"])
+    done = call(["scontrol", "write", "batch_script", job, "-"])
     line = next((line for line in done.stdout.splitlines() if line.startswith(RECORD)), None)
     if done.returncode or line is None:
         return {}
@@ -234,12 +234,12 @@ def check_name(job: str) -> None:
 
 
 def _cancel(words: Sequence[str]) -> None:
-    done = _call(["scancel", *words])
+    done = call(["scancel", *words])
     if done.returncode:
-        raise SlurmError(f"scancel: {_reason(done)}")
+        raise SlurmError(f"scancel: {describe_failure(done)}")
 
 
-def _call(words: Sequence[str], input: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def call(words: Sequence[str], input: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's programs.
 
     Raises:
@@ -266,7 +266,7 @@ def _call(words: Sequence[str], input: str | None = None, cwd: Path | None = Non
         raise SlurmError(f"{words[0]} cannot be run: {error.strerror}") from None
 
 
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
+def describe_failure(done: subprocess.CompletedProcess[str]) -> str:
     """What a program said, as one line, without its name before each sentence."""
     lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in done.stderr.splitlines()]
     said = "; ".join(dict.fromkeys(line for line in lines if line))

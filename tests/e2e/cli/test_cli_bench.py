@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from commands import FOUR_RANKS, ONE_PROCESS, ROOT, THREE_RANKS, Configs, Run
 
-from launch.demo import CORES, choose_config
+from launch.commands.demo import CORES, choose_config
 from trtrun.configuration.config import load_config
 from trtrun.kernels.cpu.machine import processor_kind
 from trtrun.threads import count_cores
@@ -262,9 +262,8 @@ def test_the_demo_is_placed_by_the_cores_that_are_there() -> None:
 
 
 def test_the_demo_shows_text_ranks_and_figures(trtrun: Run) -> None:
-    words = [sys.executable, "-m", "launch.demo"]
     # Whether drafts pay here and now is another question.
-    done = trtrun("--prompts", 2, "--max-tokens", 24, "--set", "speculation.pacing=fixed", words=words)
+    done = trtrun("demo", "--prompts", 2, "--max-tokens", 24, "--set", "speculation.pacing=fixed")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report["ranks"]) == (4 if count_cores() >= CORES else 3)

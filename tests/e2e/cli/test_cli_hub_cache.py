@@ -41,8 +41,12 @@ def test_three_ranks_by_names(config: Configs, trtrun: Run, home: Path) -> None:
     assert checked.returncode == 0, checked.stderr
     snapshots = {"target": f"org/target@{COMMIT}", "draft": f"org/draft@{OTHER_COMMIT}"}
     assert [rank["snapshots"] for rank in json.loads(checked.stdout)["ranks"]] == [snapshots] * 3
-    texts = [trtrun("run", "--config", file, *PROMPT, env=env) for file in (by_name, config(ONE_PROCESS))]
+    # What is left open the parent chooses, and its ranks hear of it.
+    placed = ("--devices", "cpu:1", "--draft-devices", "cpu:0", "--set", "kv_cache.max_tokens=1000")
+    without_file = ("org/target", "--draft", "org/draft@v1", *placed, "--set", "speculation.pacing=fixed")
+    texts = [trtrun("run", *words, *PROMPT, env=env) for words in (without_file, ("--config", config(ONE_PROCESS)))]
     assert [done.returncode for done in texts] == [0, 0], [done.stderr for done in texts]
+    assert texts[0].stderr.count("trtrun: chosen: speculation.method draft_target (") == 1
     assert texts[0].stdout == texts[1].stdout != ""
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import ONE_PROCESS, Server, write_config
+from servers import Server
 
 from launch.chat.client import ChatClient
 from trtrun.errors import ConfigError
@@ -135,8 +135,8 @@ def test_lines_of_a_pipe_are_messages_of_one_conversation(server: Server, tmp_pa
 
 
 def test_a_server_of_its_own_begins_and_ends_with_the_conversation(pair: Path, server: Server, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "run.yaml", pair, ONE_PROCESS, speculation={"draft_len": 4, "pacing": "fixed"})
-    words = [*CHAT, "--config", str(config), *GREEDY, "--max-tokens", "12", "--set", "kv_cache.max_tokens=4096"]
+    words = [*CHAT, str(pair / "target"), "--draft", str(pair / "draft"), "--devices", "cpu:0", *GREEDY]
+    words += ["--max-tokens", "12", "--set", "kv_cache.max_tokens=4096", "--set", "speculation.pacing=fixed"]
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(tmp_path),

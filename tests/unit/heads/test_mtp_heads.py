@@ -19,6 +19,7 @@ from quantized_checkpoints import FORMATS, RATES, leave_plain, store_in_format
 from safetensors.torch import load_file, save_file
 
 from launch.jobs.placement.memory import JobMemory
+from launch.jobs.plan.proposal import has_own_heads
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.errors import TrtrunError
@@ -59,7 +60,9 @@ def test_drafts_are_what_the_layer_of_transformers_says(
     """Of greedy rows and sampled ones, more tokens than there are layers, behind prefixes that were there before."""
     target = write_family(tmp_path / "target", family, seed=1)
     head = MTPHead(target)
+    assert not has_own_heads(str(target))
     head.write(target)
+    assert has_own_heads(str(target))
     seen, run = Proposals(monkeypatch, EagleDrafter), target
     if family == "qwen3_5_text":
         run = nested(target, tmp_path / "nested")

@@ -40,7 +40,7 @@ def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | N
     path = Path("run.yaml")
     inner = parse_inner(words, path, ())
     resources = read_resources(path, inner.overrides, place_ranks=inner.place_ranks, read=inner.read)
-    return render_script(make_job(inner, resources, path, (), array))
+    return render_script(make_job(inner, resources, (), array))
 
 
 def test_weights_that_the_job_would_refuse_are_refused_before_it_is_queued(
@@ -54,7 +54,7 @@ def test_weights_that_the_job_would_refuse_are_refused_before_it_is_queued(
         values = {"target": {"model": "model", "devices": devices}, "speculation": {"method": "none"}}
         Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
         inner = parse_inner(run(), Path("run.yaml"), ())
-        return render_script(make_job(inner, read_resources(Path("run.yaml"), ()), Path("run.yaml"), (), None))
+        return render_script(make_job(inner, read_resources(Path("run.yaml"), ()), (), None))
 
     with pytest.raises(CheckpointError, match=r"target: .* has no tensor 'model\.layers\.2\.input_layernorm\.weight'"):
         submit({"nodes": 2, "cpus_per_node": 1})

@@ -16,7 +16,7 @@ from engine_messages import run
 from starlette.requests import Request
 
 from launch.commands import serve as serve_command
-from launch.commands.serve import server_overrides
+from launch.commands.common import server_overrides
 from launch.serve.admission import control as owners
 from launch.serve.admission.control import (
     OWNER,

@@ -1,7 +1,7 @@
-"""The main job on the shipped pair: text as it comes, then speculative and plain decoding side by side.
+"""`trtrun demo`: the main job on the shipped pair, text as it comes, then speculative and plain decoding side by side.
 
-`python -m launch.demo` starts ranks with mpirun: one orchestrator, one draft, two tensor-parallel targets; on fewer
-cores than these three need, two that draft and verify. The last line is JSON. Behind scripts/demo.sh.
+It starts ranks with mpirun: one orchestrator, one draft, two tensor-parallel targets; on fewer cores than these three
+need, two that draft and verify. The last line is JSON. Behind scripts/demo.sh.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launch.cli import guarded, leave
-from launch.jobs.mpi.job import Job
 from trtrun.configuration.config import load_config
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.threads import count_cores
 
 if TYPE_CHECKING:
+    from launch.jobs.mpi.job import Job
     from trtrun.api.llm import LLM
 
-CONFIGS = Path(__file__).resolve().parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 CORES = 3
 """That the ranks of cpu_pair.yaml compute on."""
 
@@ -169,14 +168,16 @@ def _print_table(speculative: Measured, plain: Measured) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
 @click.option("--prompts", "num_prompts", default=6, show_default=True, type=click.IntRange(1), help="To measure on.")
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="For each prompt.")
-def command(config_path: Path | None, overrides: tuple[str, ...], num_prompts: int, max_tokens: int) -> int:
+def demo(config_path: Path | None, overrides: tuple[str, ...], num_prompts: int, max_tokens: int) -> int:
     """Run the shipped pair: text as it comes, then speculative and plain decoding side by side."""
+    from launch.jobs.mpi.job import Job
+
     # The same prompts are run twice; found again in the KV store, they would flatter the second run.
     chosen = config_path or choose_config(count_cores())
     config = load_config(chosen, [*overrides, "kv_cache.enable_block_reuse=false"])
     # Ranks are told what was chosen: mpirun may have bound them to fewer cores.
-    arguments = sys.argv[1:] if config_path is not None else ["--config", str(chosen), *sys.argv[1:]]
-    job = Job(config, arguments, module="launch.demo")
+    name, *rest = sys.argv[1:]
+    job = Job(config, [name, *rest] if config_path is not None else [name, "--config", str(chosen), *rest])
 
     def check() -> None:
         from launch.jobs.check.preflight import check_job
@@ -185,12 +186,3 @@ def command(config_path: Path | None, overrides: tuple[str, ...], num_prompts: i
 
     status = job.enter(check)
     return play_demo(job, num_prompts, max_tokens) if status is None else status
-
-
-def main() -> None:
-    """Entry of `python -m launch.demo`."""
-    leave(guarded(lambda: int(command.main(prog_name="demo", standalone_mode=False) or 0)))
-
-
-if __name__ == "__main__":
-    main()
