@@ -158,11 +158,8 @@ class ServerSection(Section):
     Attributes:
         host: address that is listened on. A loopback address is reachable from this host alone; one that other hosts
             reach, without keys, is told in one line of warning.
-        uds: file of a Unix domain socket to listen on in place of host and ports: nobody but this user can open it, no
-            key is needed, and no port is open. HTTP with `/metrics` is there, gRPC at the path with `.grpc` behind it.
-            `~`, `$TMPDIR`, `$SLURM_JOB_ID` and other variables of the server's environment may stand in it. `auto` is
-            `trtrun-JOB.sock`, by Slurm's number or the process's, in `$TMPDIR`, `$XDG_RUNTIME_DIR` or
-            `/tmp/trtrun-UID`, the first that nobody else writes to. At most 102 bytes, on a disk of the host's own.
+        uds: file of a Unix domain socket, in place of host and ports, that this user alone can open; auto chooses one.
+            At most 102 bytes, on a disk of the host's own. `~` and variables, such as `$TMPDIR`, may stand in it.
         http_port: of the APIs and the page; 0 takes a free one.
         grpc_port: of Triton's protocol over gRPC; 0 takes a free one.
         metrics_port: of the metrics for Prometheus; 0 takes a free one.
