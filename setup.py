@@ -53,8 +53,8 @@ setup(
         "jinja2>=3.1",  # chat templates
         "click>=8.1",
         "rich>=13",
-        # Compiles the kernels of bfloat16 on the CPU; without it they are torch's.
-        'llvmlite>=0.45,<0.60; platform_machine == "x86_64" and python_version < "3.15"',
+        # Compiles the kernels of bfloat16 and float32 on the CPU; without it they are torch's.
+        'llvmlite>=0.45,<0.60; platform_machine in "x86_64 aarch64" and python_version < "3.15"',
     ],
     extras_require={
         "serve": SERVE,
@@ -73,7 +73,7 @@ setup(
             "ruff>=0.11",
             "mypy>=1.15",
             # Its interpreter runs the kernels of GPUs where there is none.
-            'triton>=3.6,<4; platform_system == "Linux" and platform_machine == "x86_64"',
+            'triton>=3.6,<4; platform_system == "Linux" and platform_machine in "x86_64 aarch64"',
             "types-PyYAML",
             *SERVE,
             "openai>=2",

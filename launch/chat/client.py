@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+
+from typing_extensions import override
 
 from launch.exit_codes import FailedError
 from trtrun.errors import ConfigError, TrtrunError
@@ -51,19 +54,20 @@ class ChatClient:
         """Ask nothing yet.
 
         Args:
-            url: `http://host:port`, perhaps with a path before the API's own.
+            url: `http://host:port`, perhaps with a path before the API's own, or `unix:///PATH` of a socket.
             key: of the server's `server.api_key_file`.
 
         Raises:
             ConfigError: it is no address of that kind.
         """
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url must be such as http://127.0.0.1:8000, not {url!r}")
+        is_socket = parts.scheme == "unix" and not parts.netloc and bool(parts.path.strip("/"))
+        if not is_socket and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ConfigError(f"--url must be such as http://127.0.0.1:8000 or unix:///PATH, not {url!r}")
         self.url = url
         self.model = ""
         self._parts = parts
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._path = "" if is_socket else parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
@@ -122,9 +126,25 @@ class ChatClient:
                 raise FailedError(f"the server at {self.url} is gone: {error or type(error).__name__}") from None
 
     def _connect(self, seconds: float | None) -> http.client.HTTPConnection:
+        if self._parts.scheme == "unix":
+            return _SocketConnection(unquote(self._parts.path), seconds)
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         assert self._parts.hostname is not None
         return kind(self._parts.hostname, self._parts.port, timeout=seconds)
+
+
+class _SocketConnection(http.client.HTTPConnection):
+    """A connection to a file."""
+
+    def __init__(self, path: str, seconds: float | None) -> None:
+        super().__init__("localhost", timeout=seconds)
+        self._socket_path = path
+
+    @override
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._socket_path)
 
 
 def _pieces(event: Mapping[str, Any]) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""A server for one conversation: `trtrun serve` on ports of its own, with a key that nobody else has.
+"""A server for one conversation: `trtrun serve` on a socket that nobody else can open.
 
 It runs in a session of its own, so that a Ctrl-C in the terminal stops an answer and not the server, and ends with the
 process that started it. It knows processes. It does not know what is asked.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,9 @@ from launch.jobs.mpi.processes import ending_with_parent
 END_SECONDS = 20.0
 """That the server has to end by itself."""
 
-_ADDRESS = re.compile(r"is served at (https?://\S+?), ")
+_ADDRESS = re.compile(r"is served at (unix:\S+), metrics at ")
+_LONGEST_FOLDER = 60
+"""Bytes, so that the path of a socket below is one that the kernel takes."""
 
 
 @contextmanager
@@ -43,14 +44,8 @@ def own_server(words: Sequence[str]) -> Iterator[ChatClient]:
     Raises:
         click.exceptions.Exit: it ended before; it has said why, and the status is its own.
     """
-    key = secrets.token_urlsafe(24)
-    with tempfile.TemporaryDirectory(prefix="trtrun-chat-") as folder:
-        key_file = Path(folder, "key")
-        key_file.touch(mode=0o600)
-        key_file.write_text(key, encoding="ascii")
-        ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
-        own = ["--host", "127.0.0.1", *ports, "--api-key-file", str(key_file)]
-        command = [sys.executable, "-m", "launch.cli", "serve", *words, *own]
+    with tempfile.TemporaryDirectory(prefix="trtrun-chat-", dir=_short_folder()) as folder:
+        command = [sys.executable, "-m", "launch.cli", "serve", *words, "--uds", str(Path(folder, "socket"))]
         environment = dict(os.environ)
         if sys.stderr.isatty():  # its own is a pipe
             environment[TERMINAL_VARIABLE] = str(shutil.get_terminal_size().columns)
@@ -67,7 +62,7 @@ def own_server(words: Sequence[str]) -> Iterator[ChatClient]:
             url = told.wait_for_address()
             if url is None:
                 raise click.exceptions.Exit(process.wait())
-            yield ChatClient(url, key)
+            yield ChatClient(url)
         finally:
             process.terminate()
             try:
@@ -76,6 +71,11 @@ def own_server(words: Sequence[str]) -> Iterator[ChatClient]:
                 process.kill()
                 process.wait()
             told.end()
+
+
+def _short_folder() -> str | None:
+    """Where temporary files lie, None for the usual place."""
+    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER else None
 
 
 class _Told:

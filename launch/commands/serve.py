@@ -42,6 +42,7 @@ LIBRARIES = (
 @click.command(epilog=f"Exit status: {describe_exit_codes()}")
 @with_config
 @click.option("--host", help="Address to listen on.  [default: server.host, 127.0.0.1]")
+@click.option("--uds", metavar="F", help="Socket to listen on in place of ports, for this user alone; or auto.")
 @click.option("--http-port", type=int, help="Port of the API; 0 takes a free one.  [default: server.http_port, 8000]")
 @click.option("--grpc-port", type=int, help="Port of Triton's gRPC; the same.  [default: server.grpc_port, 8001]")
 @click.option("--metrics-port", type=int, help="Port of /metrics; the same.  [default: server.metrics_port, 8002]")
@@ -150,7 +151,7 @@ def _parse_object(context: click.Context, option: click.Parameter, value: str | 
 @click.command(epilog=f"Exit status: {describe_exit_codes()}")
 @with_model
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML file of the job.")
-@click.option("--url", metavar="URL", help="A server that runs, such as http://127.0.0.1:8000, instead of a job.")
+@click.option("--url", metavar="URL", help="A server that runs, such as http://127.0.0.1:8000 or unix:///PATH.")
 @click.option("--api-key-file", type=click.Path(path_type=Path), metavar="F", help="With that server's key.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
 @click.option(

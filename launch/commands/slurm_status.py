@@ -5,13 +5,14 @@ It prints. It changes nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launch.batch.merge import part_path
 from launch.jobs.slurm.client import SlurmJob, read_record
 from launch.jobs.slurm.follow import describe_end, describe_state
-from launch.jobs.slurm.reach import find_served
+from launch.jobs.slurm.reach import find_served, socket_path
 
 
 def show_jobs(jobs: Sequence[SlurmJob]) -> None:
@@ -62,6 +63,9 @@ def describe_served(job: SlurmJob) -> Iterator[str]:
     yield f"  served   {served.url if served is not None else 'not yet: see the log'}"
     if served is not None and served.way is not None:
         yield f"  reach    {served.way}"
+    path = None if served is None else socket_path(served.url)
+    if path is not None:
+        yield f"  there    curl --unix-socket {shlex.quote(path)} http://localhost/v1/models"
 
 
 def count_rows(output: Path) -> int:

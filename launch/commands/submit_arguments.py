@@ -43,6 +43,9 @@ COMMANDS: dict[str, click.Command] = {
 }
 """What may be submitted."""
 
+PLACES = {"host", "uds", "http_port", "grpc_port", "metrics_port", "tls_cert"}
+"""Keys of `server` that say where it listens, or that it has ports."""
+
 OF_ROWS = ("run", "generate-data")
 """Those that keep output rows."""
 
@@ -122,10 +125,11 @@ def make_job(inner: Inner, resources: SlurmResources, overrides: Sequence[str], 
     if inner.name == "train-drafter":
         resume = () if inner.parameters["resume"] else ("--resume",)
         return BatchJob(resources, [*start, *inner.rest, *resume], Path.cwd(), steps=_check_training(inner, resources))
+    if inner.name == "serve":
+        _check_serve(resources)
+        return BatchJob(resources, [*start, *inner.rest, *_place_words(resources.config)], Path.cwd(), is_server=True)
     if inner.name not in OF_ROWS:
-        if inner.name == "serve":
-            _check_serve(resources)
-        return BatchJob(resources, [*start, *inner.rest], Path.cwd(), is_server=inner.name == "serve")
+        return BatchJob(resources, [*start, *inner.rest], Path.cwd())
     options = run_options(inner.parameters) if inner.name == "run" else data_options(inner.parameters)
     rows = _check_run(options, resources, array, [*start, *inner.rest])
     output = Path(options.output).resolve() if options.output is not None and options.keeps_rows else None
@@ -197,6 +201,12 @@ def _check_serve(resources: SlurmResources) -> None:
     if resources.has_local_models:
         check_served(JobSpec(resources.config))
         _check_weights(resources)
+
+
+def _place_words(config: RuntimeConfig) -> Sequence[str]:
+    """What has a server whose place nobody has named listen on a socket: jobs of others may have the usual ports, and
+    whoever is on the node could ask it."""
+    return () if config.server.model_fields_set & PLACES else ("--uds", "auto")
 
 
 def _check_training(inner: Inner, resources: SlurmResources) -> Path:

@@ -14,9 +14,9 @@ class Addresses:
 
     Attributes:
         model: what clients call the model.
-        url: of the HTTP port.
-        metrics_url: of the metrics themselves.
-        grpc_address: HOST:PORT.
+        url: of the HTTP port, or `unix:///PATH`.
+        metrics_url: of the metrics themselves; their path alone where that is a socket's.
+        grpc_address: HOST:PORT, or `unix:PATH`.
     """
 
     model: str

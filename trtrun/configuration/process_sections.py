@@ -158,13 +158,15 @@ class ServerSection(Section):
     Attributes:
         host: address that is listened on. A loopback address is reachable from this host alone; one that other hosts
             reach, without keys, is told in one line of warning.
+        uds: file of a Unix domain socket, in place of host and ports, that this user alone can open; auto chooses one.
+            At most 102 bytes, on a disk of the host's own. `~` and variables, such as `$TMPDIR`, may stand in it.
         http_port: of the APIs and the page; 0 takes a free one.
         grpc_port: of Triton's protocol over gRPC; 0 takes a free one.
         metrics_port: of the metrics for Prometheus; 0 takes a free one.
         model_name: what clients call the model. Left out: the name of the target's directory, or `org/name`.
         api_key_file: one key a line, of printable ASCII characters; requests of the APIs need one of them.
         adapter_directory: directory below which adapters may be loaded from while serving (`/v1/load_lora_adapter`),
-            with a key; the same on every host. Left out: none are.
+            with a key or over `uds`; the same on every host. Left out: none are.
         tls_cert, tls_key: PEM files for all ports, the key without a passphrase; both or none.
         max_queue: completions that may wait for a row, beside `scheduler.max_batch_size` that have one; requests beyond
             are answered with 429.
@@ -204,6 +206,7 @@ class ServerSection(Section):
     """
 
     host: Line = "127.0.0.1"
+    uds: FilePath | None = None
     http_port: Port = 8000
     grpc_port: Port = 8001
     metrics_port: Port = 8002
@@ -236,11 +239,13 @@ class ServerSection(Section):
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_cert"
             raise ValueError(f"{missing}: missing: TLS needs server.tls_cert and server.tls_key, both")
+        if self.uds is not None and self.tls_cert is not None:
+            raise ValueError("tls_cert: is of ports; what server.uds names leaves no host: leave one of both out")
         return self
 
     @model_validator(mode="after")
     def _check_adapters(self) -> ServerSection:
-        if self.adapter_directory is not None and self.api_key_file is None:
+        if self.adapter_directory is not None and self.api_key_file is None and self.uds is None:
             raise ValueError("api_key_file: missing: whoever may load adapters (server.adapter_directory) needs a key")
         return self
 

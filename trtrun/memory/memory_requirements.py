@@ -255,8 +255,8 @@ def _check_kernels(config: RuntimeConfig, kept: KVFormat, device_type: str, dtyp
     if operations_of(device_type).name(dtype) == "torch":
         raise ConfigError(
             f"kv_cache.dtype: {config.kv_cache.dtype} keeps keys and values in 8 bits, which in float32 needs trtrun's "
-            "own kernels on the CPU; here is no AVX2, GNU OpenMP or llvmlite for them: write kv_cache.dtype: plain, or "
-            "dtype: bfloat16"
+            "own kernels on the CPU; here is neither AVX2 nor NEON, or no GNU OpenMP or llvmlite for them: write "
+            "kv_cache.dtype: plain, or dtype: bfloat16"
         )
 
 

@@ -6,10 +6,14 @@ It knows addresses and Slurm's variables. It starts nothing.
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+
+FORWARDED_PORT = 8000
+"""Of the machine from which a socket is reached."""
 
 _SERVED = re.compile(r"trtrun: \S.* is served at (\S+), metrics at \S+")
 _WAY = re.compile(r"trtrun: from another machine: (.+)")
@@ -20,7 +24,7 @@ def describe_way(url: str, is_loopback: bool, environment: Mapping[str, str]) ->
     """What to do on another machine to reach a server that listens here; None outside a Slurm job.
 
     Args:
-        url: of the server, as this host sees it.
+        url: of the server, as this host sees it: `unix:///PATH` of a socket.
         is_loopback: whether only this host reaches it.
         environment: of this process.
     """
@@ -32,9 +36,20 @@ def describe_way(url: str, is_loopback: bool, environment: Mapping[str, str]) ->
         return f"{address.scheme}://{node}:{address.port}"
     login = environment.get("SLURM_SUBMIT_HOST", node)
     jump = f"-J {login} " if login != node else ""
+    path = socket_path(url)
+    if path is not None:
+        return (
+            f"ssh -N -L {FORWARDED_PORT}:{shlex.quote(path)} {jump}{node}, and then http://127.0.0.1:{FORWARDED_PORT}"
+        )
     host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
     tunnel = f"ssh -N -L {address.port}:{host}:{address.port} {jump}{node}"
     return f"{tunnel}, and then {address.scheme}://127.0.0.1:{address.port}"
+
+
+def socket_path(url: str) -> str | None:
+    """The path of a server's socket; None where it has a port."""
+    address = urlsplit(url)
+    return unquote(address.path) if address.scheme == "unix" else None
 
 
 def tell_way(way: str) -> str:

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import errno
-import ipaddress
-import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import cast
 
 import uvicorn
@@ -32,6 +28,7 @@ from launch.serve.admission.refusals import RETRY_SECONDS, Refusal, retry_header
 from launch.serve.api.anthropic import api as anthropic
 from launch.serve.api.kserve import http_api as kserve
 from launch.serve.api.openai import api as openai
+from launch.serve.application.addresses import Listener
 from launch.serve.application.status import describe_phases, metrics_route
 from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.connections import HEAD_SECONDS, Connections
@@ -39,10 +36,8 @@ from launch.serve.http.requests import REQUEST_ID, Keys, RequestLog, Slashless
 from launch.serve.http.tls import TlsPort
 from trtrun import __version__
 from trtrun.configuration.process_sections import ServerSection
-from trtrun.errors import ConfigError
 
 KEEP_ALIVE_SECONDS = 30
-_BACKLOG = 2048
 _CLIENT_CLOSED = 499
 
 
@@ -125,53 +120,6 @@ def make_metrics_application(frontend: Frontend) -> Starlette:
     return application
 
 
-@dataclass
-class Listener:
-    """A socket that is listened on before anything else is begun, so that a port that is taken is told at once.
-
-    Attributes:
-        port: that it has got.
-    """
-
-    socket: socket.socket
-    port: int
-
-
-def listen(host: str, port: int, key: str) -> Listener:
-    """Listen on an address.
-
-    Args:
-        host: name or address.
-        port: 0 takes a free one.
-        key: of the configuration, that names the port.
-
-    Raises:
-        ConfigError: it cannot be listened on.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        opened = socket.create_server(found[4][:2], family=found[0], backlog=_BACKLOG)
-    except UnicodeError:
-        raise ConfigError(f"server.host: '{host}' is no name of a host") from None
-    except OSError as error:
-        # A name that is not found has a number of its own; to the others Python adds the address once more.
-        number = None if isinstance(error, socket.gaierror) else error.errno
-        reason = error.strerror if number is None else os.strerror(number)
-        if number == errno.EADDRINUSE:
-            reason = f"{reason}; 0 takes a free one"
-        raise ConfigError(f"server.host, {key}: cannot listen on {host} port {port}: {reason}") from None
-    opened.setblocking(False)
-    # Connections inherit it. asyncio sets it only on sockets that name their protocol, and without it the second part
-    # of an answer waits 40 ms for the client to acknowledge the first.
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Listener(opened, opened.getsockname()[1])
-
-
-def is_loopback(listener: Listener) -> bool:
-    """Whether only this host reaches it."""
-    return ipaddress.ip_address(listener.socket.getsockname()[0].partition("%")[0]).is_loopback
-
-
 class HttpServer(uvicorn.Server):
     """A server of one application on one socket, until `finish`."""
 
@@ -209,7 +157,8 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections; uvicorn calls it."""
-        if self.config.ssl is None:
+        opened = self._listener.socket
+        if self.config.ssl is None and opened.family != socket.AF_UNIX:
             await super().startup(sockets)
             return
         await super().startup([])
@@ -220,8 +169,11 @@ class HttpServer(uvicorn.Server):
             config, state = self.config, self.lifespan.state
             return kind(config=config, server_state=self.server_state, app_state=state)
 
+        if self.config.ssl is None:
+            self.servers = [await asyncio.get_running_loop().create_unix_server(protocol, sock=opened)]
+            return
         bounds = self._connections
-        port = TlsPort(self._listener.socket, self.config.ssl, protocol, bounds.most_handshakes, HEAD_SECONDS)
+        port = TlsPort(opened, self.config.ssl, protocol, bounds.most_handshakes, HEAD_SECONDS)
         self.servers = [cast(asyncio.Server, port)]
 
     async def run_here(self) -> None:

@@ -19,18 +19,11 @@ from launch.exit_codes import ExitCode
 from launch.jobs.logs import FILE_ONLY
 from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
-from launch.jobs.slurm.reach import describe_way, tell_way
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.admission.refusals import server_ending
 from launch.serve.api.kserve.grpc_server import GrpcServer
-from launch.serve.application.http_server import (
-    HttpServer,
-    Listener,
-    is_loopback,
-    listen,
-    make_application,
-    make_metrics_application,
-)
+from launch.serve.application.addresses import Addresses
+from launch.serve.application.http_server import HttpServer, make_application, make_metrics_application
 from launch.serve.application.parts import make_parts
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
 from launch.serve.frontend.coalescing import bound_threads
@@ -39,7 +32,6 @@ from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
 from trtrun.configuration.drafting.speculation_section import SpeculationSection, SuffixOptions
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
-from trtrun.configuration.process_sections import ServerSection
 from trtrun.garbage import leave_out_what_is
 from trtrun.loading.model_settings import describe_generation_defaults
 from trtrun.start.job_spec import JobSpec
@@ -77,17 +69,16 @@ def play_serve(spec: JobSpec, running: RestartedEngine | OwnEngine) -> int:
     keys = Keys.read(section.api_key_file)
     allow_open_files(section.max_connections)
     bound_threads()
-    http = listen(section.host, section.http_port, "server.http_port")
-    metrics = listen(section.host, section.metrics_port, "server.metrics_port")
-    if not is_loopback(http) and not keys.are_needed:
+    addresses = Addresses.open(section, os.environ)
+    if addresses.are_open and not keys.are_needed:
         say(
             f"WARNING: {section.host} is reached from other hosts, and no API key is asked for: set server.api_key_file"
         )
     if keys.have_several and (told := _what_keys_share(spec.config.speculation)):
         say(f"WARNING: {told}")
     # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
-    with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
-        return runner.run(_serve(spec, keys, running, http, metrics))
+    with addresses, asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+        return runner.run(_serve(spec, keys, running, addresses))
 
 
 def _what_keys_share(section: SpeculationSection) -> str | None:
@@ -135,17 +126,16 @@ def say(line: str) -> None:
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
-async def _serve(
-    spec: JobSpec, keys: Keys, running: RestartedEngine | OwnEngine, http: Listener, metrics: Listener
-) -> int:
-    return await _Server(spec, keys, running).run(http, metrics)
+async def _serve(spec: JobSpec, keys: Keys, running: RestartedEngine | OwnEngine, addresses: Addresses) -> int:
+    return await _Server(spec, keys, running, addresses).run()
 
 
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
-    def __init__(self, spec: JobSpec, keys: Keys, running: RestartedEngine | OwnEngine) -> None:
+    def __init__(self, spec: JobSpec, keys: Keys, running: RestartedEngine | OwnEngine, addresses: Addresses) -> None:
         self._config = spec.config
+        self._addresses = addresses
         self._running = running
         parts = make_parts(spec, keys, running.engine)
         self._frontend, self._parsers = parts.frontend, parts.parsers
@@ -156,19 +146,12 @@ class _Server:
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
 
-    async def run(self, http: Listener, metrics: Listener) -> int:
-        """Serve on two sockets until a signal, or the engine's end."""
+    async def run(self) -> int:
+        """Serve until a signal, or the engine's end."""
         loop = asyncio.get_running_loop()
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
-        section = self._config.server
-        grpc = GrpcServer(self._servicer, section, self._frontend.metrics)
-        application = make_application(self._frontend, self._routes, section.allowed_origins)
-        servers = (
-            HttpServer(application, http, section, section.max_connections),
-            grpc,
-            HttpServer(make_metrics_application(self._frontend), metrics, section, METRICS_CONNECTIONS),
-        )
+        grpc, servers = self._make_servers()
         self._parsers.start()
         serving = asyncio.gather(*(server.run_here() for server in servers))
         events = EngineEvents(
@@ -186,13 +169,17 @@ class _Server:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
                 self._begin_to_measure(loop)
-                self._say_addresses(section, http, metrics, grpc.port)
+                for line in self._addresses.describe(self._frontend.model_name, grpc.port, os.environ):
+                    say(line)
+                if self._sampling:
+                    say(describe_generation_defaults(self._sampling))
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain(keeping) if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
             self._running.engine.end_all(server_ending())
             self._parsers.close()  # requests that are being read are told so, too
+            self._addresses.remove_files()
             for server in servers:
                 server.finish()
             _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)
@@ -204,24 +191,25 @@ class _Server:
             asked.cancel()
             await asyncio.gather(serving, waiting, asked, return_exceptions=True)
 
+    def _make_servers(self) -> tuple[GrpcServer, tuple[HttpServer | GrpcServer, ...]]:
+        """The server of gRPC, and all of them."""
+        section, addresses = self._config.server, self._addresses
+        application = make_application(self._frontend, self._routes, section.allowed_origins)
+        grpc = GrpcServer(self._servicer, section, self._frontend.metrics, addresses.grpc_path)
+        if addresses.grpc_path is not None:
+            addresses.note_file(addresses.grpc_path)
+        answering = HttpServer(application, addresses.http, section, section.max_connections)
+        if addresses.metrics is None:
+            return grpc, (answering, grpc)
+        told = make_metrics_application(self._frontend)
+        return grpc, (answering, grpc, HttpServer(told, addresses.metrics, section, METRICS_CONNECTIONS))
+
     def _begin_to_measure(self, loop: asyncio.AbstractEventLoop) -> None:
         """The start is over: from here on the loop's stretches count."""
         leave_out_what_is()  # streams wait for whatever holds up this process
         if isinstance(loop, MeasuredLoop):
             loop.stalls.begin()
             self._metrics.ask_longest_stall(lambda: loop.stalls.longest)
-
-    def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
-        url = _address(section, http)
-        say(
-            f"{self._frontend.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
-            f"{_host(section)}:{grpc_port}"
-        )
-        if self._sampling:
-            say(describe_generation_defaults(self._sampling))
-        way = describe_way(url, is_loopback(http), os.environ)
-        if way is not None:
-            say(tell_way(way))
 
     async def _drain(self, keeping: asyncio.Task[int]) -> bool:
         """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
@@ -256,11 +244,13 @@ class _Server:
     def _hear(self, number: int) -> None:
         """The first signal drains; a SIGINT or SIGTERM after it ends."""
         if self._running.is_abandoned():
+            self._addresses.remove_files()
             end_at_once(number)
         if self._stopped_by is not None:
             if number == signal.SIGUSR1:
                 return
             self._running.kill()
+            self._addresses.remove_files()
             end_at_once(number)
         self._stopped_by = number
         self._is_asked.set()
@@ -284,12 +274,3 @@ class _Server:
     def _engine_is_restarted(self, line: str) -> None:
         self._metrics.count_restart()
         say(line)
-
-
-def _address(section: ServerSection, listener: Listener) -> str:
-    scheme = "http" if section.tls_cert is None else "https"
-    return f"{scheme}://{_host(section)}:{listener.port}"
-
-
-def _host(section: ServerSection) -> str:
-    return f"[{section.host}]" if ":" in section.host else section.host

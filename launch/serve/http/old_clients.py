@@ -7,6 +7,7 @@ ends its sending once its request is out, as `nc -N` does, may still read; on th
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from contextlib import suppress
 from typing import Any
@@ -65,7 +66,7 @@ class HalfClosed:
     def _look(self) -> None:
         if self._transport.is_closing() or self._cycle.response_complete:
             return
-        if _is_reset(self._transport.get_extra_info("socket")):
+        if is_reset(self._transport.get_extra_info("socket")):
             self._transport.abort()
             return
         self._seconds = min(2 * self._seconds, LATER_LOOKS_SECONDS)
@@ -79,7 +80,12 @@ def may_be_half_closed(transport: asyncio.Transport, cycle: RequestResponseCycle
     return transport.get_extra_info("sslcontext") is None  # TLS ends in both directions at once
 
 
-def _is_reset(connected: Any) -> bool:
+def is_reset(connected: Any) -> bool:
+    """Whether the other side of a socket is gone, and does not only send no more."""
+    if connected.family == socket.AF_UNIX:
+        asking = select.poll()
+        asking.register(connected.fileno(), 0)
+        return any(found & select.POLLHUP for _, found in asking.poll(0))
     with suppress(OSError):
         return bool(connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSED)
     return True

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import pytest
@@ -18,7 +21,6 @@ from cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.timeout(300)
 Config = Callable[..., Path]
-PORTS = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
 LONG = {
     "model": "target",
     "prompt": "def main(",
@@ -31,32 +33,38 @@ LONG = {
 
 def submit(trtrun: Run, file: Path) -> int:
     """Submit a server; its job's number."""
-    done = trtrun("submit", "--config", file, "--", "serve", *PORTS)
+    done = trtrun("submit", "--config", file, "--", "serve")
     assert done.returncode == 0, done.stderr
     job = int(done.stdout)
     assert f"trtrun: where it listens, once it does: trtrun status {job}\n" in done.stderr
     return job
 
 
-def find_url(cluster: Cluster, trtrun: Run, job: int) -> str:
-    """Where it listens, as the status tells it."""
+def find_socket(cluster: Cluster, trtrun: Run, job: int) -> str:
+    """The path of its socket, as the status tells it."""
 
     def ask() -> dict[str, str] | None:
         assert cluster.show(job)["JobState"] in ("PENDING", "RUNNING")
         lines = trtrun("status", job).stdout.splitlines()
         values = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.startswith("  ")}
-        return values if values.get("served", "").startswith("http") else None
+        return values if values.get("served", "").startswith("unix") else None
 
     told = wait_for(ask, 120, "the server listens")
-    port = told["served"].rpartition(":")[2]
-    assert told["reach"].startswith(f"ssh -N -L {port}:127.0.0.1:{port} ") and "n1" in told["reach"]
-    return told["served"]
+    path = unquote(urlsplit(told["served"]).path)
+    assert path.endswith(f"/trtrun-{job}.sock") and "n1" in told["reach"]
+    assert told["reach"].startswith(f"ssh -N -L 8000:{shlex.quote(path)} ")
+    curl = ["bash", "-c", f"{told['there']} --silent --fail"]
+    assert json.loads(subprocess.run(curl, capture_output=True, check=True).stdout)["data"][0]["id"] == "target"
+    return path
 
 
-def stream(url: str, begun: threading.Event) -> list[Any]:
+def stream(path: str, begun: threading.Event) -> list[Any]:
     """All events of a stream."""
     found: list[Any] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=120) as answer:
+    with (
+        httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=120) as client,
+        client.stream("POST", "http://localhost/v1/completions", json=LONG | {"stream": True}) as answer,
+    ):
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 begun.set()
@@ -67,10 +75,10 @@ def stream(url: str, begun: threading.Event) -> list[Any]:
 def test_a_server_is_found_used_and_drained(cluster: Cluster, trtrun: Run, config: Config, folder: Path) -> None:
     """By `trtrun cancel`, which the job's script takes as it takes Slurm's warning (test_slurm_endings.py)."""
     job = submit(trtrun, config(1, kv_cache={"max_tokens": 4096}))
-    url = find_url(cluster, trtrun, job)
+    path = find_socket(cluster, trtrun, job)
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(stream, url, begun)
+        reading = pool.submit(stream, path, begun)
         assert begun.wait(120)
         # Until the server has heard of it the request stays in work, however long the command takes.
         engine, _ = cluster.ranks(job)[0]
@@ -86,7 +94,7 @@ def test_a_server_is_found_used_and_drained(cluster: Cluster, trtrun: Run, confi
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     wait_for(lambda: cluster.show(job)["JobState"] == "COMPLETED", 60, "the job ends")
     assert f"job {job} COMPLETED" in trtrun("status", job).stdout
-    assert len(cluster.ranks(job)) == 0
+    assert len(cluster.ranks(job)) == 0 and not Path(path).exists()
 
 
 def test_what_cannot_be_served_is_told_before_submission(trtrun: Run, config: Config) -> None:

@@ -13,6 +13,13 @@ from native import HAD, PROCESSORS
 from trtrun.environment import CPU_LIMIT, OURS
 from trtrun.errors import ConfigError
 from trtrun.kernels.cpu import machine
+from trtrun.kernels.cpu.attention_code import attention_module
+from trtrun.kernels.cpu.attention_form import form_for
+from trtrun.kernels.cpu.delta_net.net_code import Form, delta_net_module
+from trtrun.kernels.cpu.experts_code import grouped_matmul_module
+from trtrun.kernels.cpu.fused_code import fused_module
+from trtrun.kernels.cpu.matmul_code import FLOAT32_FORMS, FORMS, matmul_module, prefetch_for
+from trtrun.kvcache.specs import STATE_BYTES
 
 # A bfloat16 layer must work in any case.
 PROGRAM = """
@@ -81,6 +88,25 @@ def test_code_is_made_of_what_may_be_used_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(CPU_LIMIT, "avx3")
     with pytest.raises(ConfigError, match="TRTRUN_MAX_CPU_ISA is 'avx3': set it to avx2 or avx512"):
         machine._processor_features()
+
+
+def test_every_kernel_of_an_arm_processor_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one that is not here: what runs on it must have been emitted without another processor's instructions."""
+    llvm = pytest.importorskip("llvmlite.binding", reason="needs llvmlite")
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
+    monkeypatch.setattr(machine, "_target_machine", lambda: target.create_target_machine(cpu="neoverse-v2", opt=3))
+    prefetch = prefetch_for("neoverse-v2")
+    modules = [
+        grouped_matmul_module(prefetch, FORMS[machine.NEON]),
+        matmul_module(prefetch, FLOAT32_FORMS[machine.NEON]),
+        *(attention_module(64, form_for(machine.NEON, is_float32=is_float32)) for is_float32 in (False, True)),
+        *(delta_net_module(Form(1, True, dtype, machine.NEON)) for dtype in STATE_BYTES),
+        *(fused_module(False, is_float32) for is_float32 in (False, True)),
+    ]
+    for module in modules:
+        assert int.from_bytes(machine._compile(module)[18:20], "little") == 183  # the header's EM_AARCH64
 
 
 def test_little_work_wakes_no_other_thread() -> None:

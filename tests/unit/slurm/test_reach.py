@@ -27,6 +27,12 @@ LINE = "trtrun: my model is served at {}, metrics at http://127.0.0.1:8002/metri
             JOB | {"SLURM_SUBMIT_HOST": "n1"},
             "ssh -N -L 80:127.0.0.1:80 n1, and then http://127.0.0.1:80",
         ),
+        (
+            "unix:///tmp/a%20b/7.sock",
+            True,
+            JOB,
+            "ssh -N -L 8000:'/tmp/a b/7.sock' -J login n1, and then http://127.0.0.1:8000",
+        ),
         ("http://0.0.0.0:8000", False, JOB, "http://n1:8000"),
         ("http://127.0.0.1:8000", True, {}, None),
     ],

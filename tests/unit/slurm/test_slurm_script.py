@@ -251,6 +251,8 @@ def test_a_server_is_warned_before_its_time_limit_and_drains(here: Path) -> None
     assert "kill -s USR1" in script and '"server": true' in script
     assert words_in_shell(script)[-5:] == ["serve", "--config", "run.yaml", "--http-port", "0"]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert words_in_shell(script_of("serve"))[-2:] == ["--uds", "auto"]
+    assert words_in_shell(script_of("serve", "--set", "server.host=0.0.0.0"))[-1] == "server.host=0.0.0.0"
     with pytest.raises(ConfigError, match=r"too short for launch\.drain_seconds"):
         script_of("serve", slurm={"signal_seconds": 35})
     with pytest.raises(ConfigError, match=r"server\.http_port"):

@@ -9,7 +9,7 @@ import ctypes
 from typing import ClassVar, NamedTuple
 
 from trtrun.kernels.cpu.emitter import LANES
-from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, NEON
 
 KERNEL = "attention"
 TILE_TOKENS = LANES
@@ -57,7 +57,8 @@ def form_for(kind: str, *, is_float32: bool) -> Form:
     what does not fit goes to memory.
     """
     if is_float32:
-        return Form(False, True, (1, 2, 5), 32) if kind == "avx2" else Form(False, True)
+        narrow = {"avx2": Form(False, True, (1, 2, 5), 32), NEON: Form(False, True, (1, 2, 4), 16)}
+        return narrow.get(kind, Form(False, True))
     return Form(True, False) if kind == MULTIPLIES_BFLOAT16 else Form(False, False, (1, 3), 16)
 
 

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,15 @@ THREAD_NUMBER, NUM_THREADS, BARRIER = "omp_get_thread_num", "omp_get_num_threads
 MULTIPLIES_BFLOAT16 = "avx512_bf16"
 """The kind of processor that has dot products of bfloat16; the others multiply it as float32."""
 
-KINDS = {MULTIPLIES_BFLOAT16: ("avx512bf16",), "avx512": ("avx512f", "avx512bw", "avx512vl"), "avx2": ("avx2", "fma")}
+NEON = "neon"
+"""The kind of all ARM processors of 64 bits."""
+
+KINDS = {
+    MULTIPLIES_BFLOAT16: ("avx512bf16",),
+    "avx512": ("avx512f", "avx512bw", "avx512vl"),
+    "avx2": ("avx2", "fma"),
+    NEON: (NEON,),
+}
 """Kinds of processors that kernels are compiled for, and the features that each must have; the best comes first."""
 
 
@@ -72,7 +81,10 @@ def processor_kind() -> str | None:
 def _has_features(*names: str) -> bool:
     """Whether the processor has these, of which torch may be told to use less; "avx512…" are those of AVX-512."""
     needed = ("AVX512", "AMX") if any(name.startswith("avx512") for name in names) else ("AVX2", "AVX512", "AMX")
-    if torch.backends.cpu.get_cpu_capability() not in needed:
+    if NEON in names:
+        if platform.machine() != "aarch64":
+            return False
+    elif torch.backends.cpu.get_cpu_capability() not in needed:
         return False  # spares every other machine LLVM
     features = _processor_features()
     return all(features.get(name, False) for name in names)
@@ -89,6 +101,8 @@ def _processor_features() -> dict[str, bool]:
     except ImportError:
         return {}
     features = dict(llvm.get_host_cpu_features())
+    if platform.machine() == "aarch64":
+        features[NEON] = True  # also where the system does not tell features
     limit = os.environ.get(CPU_LIMIT, "")
     if limit and limit not in CPU_LIMITS:
         raise ConfigError(f"{CPU_LIMIT} is {limit!r}: set it to {' or '.join(CPU_LIMITS)}, or not at all")

@@ -11,7 +11,7 @@ import ctypes
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trtrun.kernels.cpu.emitter import LANES, PAIR_BYTES, REGISTER_BYTES, Emitter, count
-from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, NEON
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -55,14 +55,21 @@ class Form(NamedTuple):
         return FLOAT32_STRETCH if self.is_float32 else STRETCH
 
 
-FORMS = {MULTIPLIES_BFLOAT16: Form(True, 4, 6), "avx512": Form(False, 4, 5), "avx2": Form(False, 1, 5)}
-"""By kinds of processors (machine.py). Of 32 registers 24 or 20 are then accumulators, of AVX2's 16, half as wide, 10;
-the others hold weights and what is broadcast. With one row more LLVM keeps sums on the stack: half as fast."""
+FORMS = {
+    MULTIPLIES_BFLOAT16: Form(True, 4, 6),
+    "avx512": Form(False, 4, 5),
+    "avx2": Form(False, 1, 5),
+    NEON: Form(False, 1, 4),
+}
+"""By kinds of processors (machine.py). Of 32 registers 24 or 20 are then accumulators, of AVX2's 16, half as wide, 10,
+of NEON's 32, a quarter as wide, 16; the others hold weights and what is broadcast. With one row more LLVM keeps sums on
+the stack: half as fast."""
 
 FLOAT32_FORMS = {
     MULTIPLIES_BFLOAT16: Form(False, 4, 6, True),
     "avx512": Form(False, 4, 6, True),
     "avx2": Form(False, 1, 6, True),
+    NEON: Form(False, 1, 6, True),
 }
 """The same for weights of float32, which nothing widens: so registers are left for a row more."""
 

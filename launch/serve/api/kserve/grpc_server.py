@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,6 +21,7 @@ from typing_extensions import override
 from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.http.connections import HEAD_SECONDS
+from launch.serve.http.unix_sockets import KEY, clear, for_this_user
 from launch.serve.metrics import FrontendMetrics
 from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
@@ -74,13 +76,26 @@ class _WithoutGoneClients(logging.Filter):
 
 
 class GrpcServer:
-    """The gRPC port, from `open` until `finish`.
+    """The gRPC port or socket, from its making until `finish`.
 
     Attributes:
-        port: that it listens on.
+        port: that it listens on; 0 where it is a socket.
     """
 
-    def __init__(self, servicer: KServeServicer, section: ServerSection, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self, servicer: KServeServicer, section: ServerSection, metrics: FrontendMetrics, path: Path | None = None
+    ) -> None:
+        """Listen; take calls only once it runs.
+
+        Args:
+            servicer: answers calls.
+            section: port, certificate and limits.
+            metrics: count what is cut.
+            path: of a socket to listen on in place of the port.
+
+        Raises:
+            ConfigError: it cannot listen.
+        """
         self._section = section
         self._log_filter = _WithoutGoneClients(metrics)
         _LIBRARY_LOGGER.addFilter(self._log_filter)
@@ -101,7 +116,20 @@ class GrpcServer:
             maximum_concurrent_rpcs=section.max_connections,  # a connection may have many calls
         )
         self._server.add_generic_rpc_handlers((_handlers(servicer),))
-        self.port = self._listen()
+        self.port = self._listen() if path is None else 0
+        if path is not None:
+            self._listen_at(path)
+
+    def _listen_at(self, path: Path) -> None:
+        # The library removes the file that it has made, at its start and at its end, whosever that is by then.
+        made = path.with_suffix(".new")
+        clear(path)
+        try:
+            with for_this_user():
+                self._server.add_insecure_port(f"unix:{quote(str(made))}")
+            made.rename(path)
+        except (OSError, RuntimeError):
+            raise ConfigError(f"{KEY}: cannot listen at {path}") from None
 
     def _listen(self) -> int:
         section = self._section

@@ -27,10 +27,11 @@ from launch.serve.admission.control import (
 )
 from launch.serve.admission.limits import LogitsLimit, LogitsPlace
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.application.http_server import Listener, is_loopback, listen
+from launch.serve.application.addresses import Addresses, Listener, listen
 from launch.serve.http.bodies import parse_json
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import make_config
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError
 
@@ -236,9 +237,9 @@ def test_bodies_that_are_no_json_are_one_line() -> None:
 def test_connections_do_not_wait_for_acknowledgements() -> None:
     listener = listen("127.0.0.1", 0, "server.http_port")
     with listener.socket, socket.create_connection(("127.0.0.1", listener.port)):
-        assert is_loopback(listener)
+        assert not Addresses(ServerSection(), listener).are_open
         with listen("0.0.0.0", 0, "server.http_port").socket as opened:
-            assert not is_loopback(Listener(opened, 0))
+            assert Addresses(ServerSection(), Listener(opened, 0)).are_open
         listener.socket.settimeout(60)
         accepted, _ = listener.socket.accept()
         with accepted:

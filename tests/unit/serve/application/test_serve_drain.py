@@ -11,7 +11,7 @@ from engine_messages import run
 from fronts import NoEngine
 
 from launch.exit_codes import FailedError
-from launch.serve.application.http_server import listen
+from launch.serve.application.addresses import Addresses
 from launch.serve.application.serve import _Server
 from launch.serve.engine.restarted_engine import EngineEvents
 from launch.serve.http.requests import Keys
@@ -52,8 +52,8 @@ def test_a_drain_ends_with_the_last_engine() -> None:
         ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
         config = make_config({**models, "launch": {"drain_seconds": 1000}, "server": ports})
         engine = LostEngine()
-        server = _Server(JobSpec(config), Keys(()), engine)  # type: ignore[arg-type]
-        serving = asyncio.create_task(server.run(listen("127.0.0.1", 0, "port"), listen("127.0.0.1", 0, "port")))
+        server = _Server(JobSpec(config), Keys(()), engine, Addresses.open(config.server, {}))  # type: ignore[arg-type]
+        serving = asyncio.create_task(server.run())
         await engine.is_ready.wait()
         server._admission.enter(1)
         server._hear(signal.SIGTERM)

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from launch.serve.application.http_server import HttpServer, listen
+from launch.serve.application.addresses import listen
+from launch.serve.application.http_server import HttpServer
 from trtrun.configuration.process_sections import ServerSection
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -21,7 +21,8 @@ from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
 from launch.serve.api.kserve.service import KServeService
 from launch.serve.api.openai.api import OpenAIApi
-from launch.serve.application.http_server import HttpServer, listen, make_application
+from launch.serve.application.addresses import listen
+from launch.serve.application.http_server import HttpServer, make_application
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import make_config

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from http_ports import GET, Port, ask, keep_busy, with_port
 
-from launch.serve.application.http_server import listen
+from launch.serve.application.addresses import listen
 from launch.serve.http import connections
 from launch.serve.http.connections import (
     HEAD_SECONDS,

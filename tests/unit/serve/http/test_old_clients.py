@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from launch.serve.application.http_server import HttpServer, listen
-from launch.serve.http.old_clients import CONTINUE
+from launch.serve.application.addresses import Listener, listen
+from launch.serve.application.http_server import HttpServer
+from launch.serve.http import unix_sockets
+from launch.serve.http.old_clients import CONTINUE, is_reset
 from launch.serve.http.requests import unless_gone
 from trtrun.configuration.process_sections import ServerSection
 
@@ -23,10 +26,13 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Port:
-    """A server whose /whole and /stream answer once they may."""
+    """A server whose /whole and /stream answer once they may, on a port or on a file."""
 
-    def __init__(self) -> None:
-        self.listener = listen("127.0.0.1", 0, "server.http_port")
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.listener = (
+            listen("127.0.0.1", 0, "server.http_port") if path is None else Listener(unix_sockets.listen(path), 0)
+        )
         routes = [Route("/whole", self.whole, methods=["GET", "POST"]), Route("/stream", self.stream)]
         self.server = HttpServer(Starlette(routes=routes), self.listener, ServerSection(), 8)
         self.is_asked = asyncio.Event()
@@ -62,14 +68,17 @@ class Port:
         return StreamingResponse(pieces())
 
     async def send(self, request: bytes) -> Stream:
-        stream = await asyncio.open_connection("127.0.0.1", self.listener.port)
+        if self.path is None:
+            stream = await asyncio.open_connection("127.0.0.1", self.listener.port)
+        else:
+            stream = await asyncio.open_unix_connection(self.path)
         stream[1].write(request)
         return stream
 
 
-def with_port(check: Callable[[Port], Coroutine[Any, Any, None]]) -> None:
+def with_port(check: Callable[[Port], Coroutine[Any, Any, None]], path: Path | None = None) -> None:
     async def work() -> None:
-        port = Port()
+        port = Port(path)
         serving = asyncio.create_task(port.server.run_here())
         try:
             await asyncio.wait_for(check(port), 60)
@@ -97,8 +106,9 @@ def test_answers_to_http_1_0_are_not_in_chunks(path: str, body: bytes, version: 
     with_port(check)
 
 
+@pytest.mark.parametrize("is_file", [False, True])
 @pytest.mark.parametrize("path", ["/whole", "/stream"])
-def test_a_client_that_sends_no_more_has_its_answer(path: str) -> None:
+def test_a_client_that_sends_no_more_has_its_answer(path: str, is_file: bool, tmp_path: Path) -> None:
     async def check(port: Port) -> None:
         reader, writer = await port.send(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode())
         writer.write_eof()
@@ -111,17 +121,20 @@ def test_a_client_that_sends_no_more_has_its_answer(path: str) -> None:
         assert told.startswith(b"HTTP/1.1 200 ") and b"connection: close" in told
         assert told.endswith(b"hello" if path == "/whole" else b"three\r\n0\r\n\r\n") and not port.is_given_up.is_set()
 
-    with_port(check)
+    with_port(check, tmp_path / "socket" if is_file else None)
 
 
-@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("way", ["ends", "resets", "of a file"])
 @pytest.mark.parametrize("path", ["/whole", "/stream"])
-def test_a_client_that_is_gone_has_given_up(path: str, is_reset: bool) -> None:
+def test_a_client_that_is_gone_has_given_up(path: str, way: str, tmp_path: Path) -> None:
     async def check(port: Port) -> None:
-        _, writer = await port.send(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode())
+        reader, writer = await port.send(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode())
+        if way == "of a file":  # which tells at once that nobody is there, unless it first stayed to read
+            writer.write_eof()
+            await reader.readexactly(len(CONTINUE))
         port.may_begin.set()
         await port.is_asked.wait()
-        if is_reset:
+        if way == "resets":
             linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         writer.close()
@@ -129,7 +142,14 @@ def test_a_client_that_is_gone_has_given_up(path: str, is_reset: bool) -> None:
         while port.server._connections.open:
             await asyncio.sleep(0)
 
-    with_port(check)
+    with_port(check, tmp_path / "socket" if way == "of a file" else None)
+
+
+def test_who_still_reads_from_a_file_is_there() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.shutdown(socket.SHUT_WR)
+        assert not is_reset(here)
 
 
 def test_half_a_request_is_none() -> None:

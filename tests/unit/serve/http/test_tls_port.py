@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.application import http_server
-from launch.serve.application.http_server import HttpServer, listen
+from launch.serve.application.addresses import listen
+from launch.serve.application.http_server import HttpServer
 from launch.serve.http import connections
 from launch.serve.http import tls as tls_port
 from launch.serve.http.tls import TlsPort

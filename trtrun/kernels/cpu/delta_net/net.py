@@ -39,7 +39,7 @@ def _form(value_dim: int, dtype: torch.dtype) -> Form | None:
     is_whole = value_dim % LANES == 0
     if kind is None or (name != "float32" and (not is_whole or (name == "float16" and kind == "avx2"))):
         return None
-    most = 2 if kind == "avx2" else 4
+    most = {"avx2": 2, machine.NEON: 1}.get(kind, 4)
     registers = next((count for count in (most, 2, 1) if value_dim % (count * LANES) == 0), 1)
     return Form(registers, is_whole, name, kind)
 
