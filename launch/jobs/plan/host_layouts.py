@@ -7,7 +7,7 @@ All times are estimates (layout_costs.py). It starts and measures nothing, and d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -148,12 +148,18 @@ def explain(best: LayoutCost, possible: Sequence[LayoutCost]) -> str:
     if not others:
         return "no other layout is possible"
     other = min(others, key=lambda cost: cost.round_s)
-    parts = (("reading", "reading_s"), ("drafting", "drafting_s"), ("exchanging", "sent_s"))
-    name, field = max(parts, key=lambda part: getattr(other, part[1]) - getattr(best, part[1]))
+    name, take = max(_PARTS.items(), key=lambda part: part[1](other) - part[1](best))
     return (
         f"its round takes {_ms(best.round_s)} where the next best, {other.layout.name}, takes {_ms(other.round_s)}; "
-        f"{name} has {_ms(getattr(best, field))} and {_ms(getattr(other, field))} of these"
+        f"{name} takes {_ms(take(best))} and {_ms(take(other))} of these"
     )
+
+
+_PARTS: Mapping[str, Callable[[LayoutCost], float]] = {
+    "reading the target's weights": lambda cost: cost.reading_s,
+    "the exchange": lambda cost: cost.sent_s,
+    "waiting for drafts": lambda cost: cost.round_s - cost.reading_s - cost.sent_s,
+}
 
 
 def print_hosts_plan(plan: HostsPlan, as_json: bool) -> None:
@@ -173,9 +179,9 @@ def print_hosts_plan(plan: HostsPlan, as_json: bool) -> None:
         times = (_ms(seconds) for seconds in (cost.reading_s, cost.drafting_s, cost.sent_s, cost.round_s))
         name = cost.layout.name + ("" if cost.fits is not False else " (no room)")
         layouts.add_row(name, format_bytes(cost.weight_bytes), *times)
-        for item in cost.traffic:
-            each = f"{item.nbytes:,} B"
-            sent.add_row(cost.layout.name, item.what, item.over, str(item.times), each, _ms(item.seconds))
+        for index, item in enumerate(cost.traffic):
+            cells = (item.what, item.over, str(item.times), f"{item.nbytes:,} B", _ms(item.seconds))
+            sent.add_row("" if index else cost.layout.name, *cells)
     console.print(layouts)
     console.print(sent)
     for line in describe(plan):

@@ -66,7 +66,7 @@ def test_the_shipped_pair_over_two_hosts(tmp_path: Path) -> None:
     together = found["target and draft on node1"]
     assert together["traffic"] == [] and together["drafting_s"] == pytest.approx(apart["drafting_s"])
     assert plan["chosen"] == min(found, key=lambda name: found[name]["round_s"]) == "target and draft on node1"
-    assert "exchanging has 0.00 ms and 0.02 ms" in plan["reason"]
+    assert "the exchange takes 0.00 ms and 0.02 ms of these" in plan["reason"]
 
 
 def test_slow_memory_and_a_fast_network_pay_for_more_hosts(tmp_path: Path) -> None:
