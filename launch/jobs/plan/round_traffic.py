@@ -132,7 +132,7 @@ def control_traffic(rows: int, draft_len: int, away: int, reports: bool, link: L
 
 
 def total_seconds(traffic: Sequence[Traffic], over: str | None = None) -> float:
-    """Of all, or of what goes over "network" or inside a "host"."""
+    """Seconds of all of it, or of what goes over "network" or inside a "host"."""
     return sum(item.seconds for item in traffic if over in (None, item.over))
 
 
