@@ -208,7 +208,7 @@ def describe(plan: HostsPlan) -> Iterator[str]:
         if cost.problem:
             yield f"not possible: {cost.layout.name}: {cost.problem}"
     if any(cost.fits is None for cost in plan.layouts if not cost.problem):
-        yield "whether weights fit is not known for all hosts: --gpu-gib says what a GPU has"
+        yield "whether weights fit is not known for all hosts; --gpu-gib would say what a GPU has"
     yield f"chosen: {plan.chosen}: {plan.reason}"
 
 

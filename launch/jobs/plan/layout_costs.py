@@ -25,6 +25,7 @@ from launch.jobs.plan.round_traffic import (
     total_seconds,
     verdict_traffic,
 )
+from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import host_of, kind_of
@@ -102,7 +103,7 @@ def estimate_layout(config: RuntimeConfig, layout: Layout, assumed: Assumed) -> 
         memory = JobMemory.read(JobSpec(_placed(config, layout)))
         fits = _has_room(memory, assumed.gpu_bytes)
         weights = [memory.shard_bytes(rank) for rank in memory.topology.worker_ranks]
-    except TrtrunError as error:
+    except (TrtrunError, ParallelError) as error:
         return LayoutCost(layout, problem=str(error))
     rows, speeds, draft_len = assumed.rows, assumed.speeds, memory.config.draft_len
     target = _group(memory.topology, "target", memory.target)
