@@ -4,7 +4,10 @@ ranks without weights.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,17 +15,40 @@ from launch.commands.common import load, with_config
 from launch.commands.model_options import config_words, rank_words
 from trtrun.configuration.config import RuntimeConfig
 
+_POSITIVE = click.FloatRange(0, min_open=True)
+
 
 @click.command()
 @with_config
 @click.option("--slurm", is_flag=True, help="Plan a batch job: show its script in place of the mpirun command.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None, slurm: bool, as_json: bool) -> int:
+@click.option("--hosts", is_flag=True, help="Compare layouts over the hosts by what a round sends and takes.")
+@click.option("--links", type=click.Path(path_type=Path), metavar="FILE", help="Of --hosts: trtrun check --json's.")
+@click.option("--link", type=click.Choice(["hdr", "ndr", "slingshot", "100gbe"]), help="Of --hosts: between hosts.")
+@click.option("--within", type=click.Choice(["nvlink", "pcie", "shared-memory"]), help="Of --hosts: in a host.")
+@click.option("--latency-us", type=_POSITIVE, help="Of --hosts: of a message between hosts.")
+@click.option("--gbit", type=_POSITIVE, help="Of --hosts: Gbit/s between hosts.")
+@click.option("--memory-gbs", type=_POSITIVE, help="Of --hosts: GB/s at which a device reads weights.")
+@click.option("--gpu-gib", type=_POSITIVE, help="Of --hosts: memory of each GPU.")
+@click.option("--rows", type=click.IntRange(1), default=1, show_default=True, help="Of --hosts: rows of a round.")
+def plan(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    speculation: str | None,
+    slurm: bool,
+    as_json: bool,
+    hosts: bool,
+    **figures: Any,
+) -> int:
     """Show each rank's host, device, role, bytes and KV tokens, the links between ranks, how long the start takes and
     why, and the command that starts it, without loading weights.
 
     It also plans for hosts and GPUs that this machine does not have: what only they know is left open.
+
+    With --hosts: what a round of each layout would send over which link, how long it would take by an estimate, and
+    which layout has the shortest.
     """
+    _refuse_unused(hosts, figures)
     from launch.jobs.mpi.job import Job
     from launch.jobs.slurm.resources import load_plan_config, place_on_simulated_hosts, read_resources
 
@@ -40,6 +66,11 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
         config, simulated_hosts = place_on_simulated_hosts(config_path, overrides, resources)
     else:
         config, simulated_hosts = load_plan_config(config_path, overrides)
+    if hosts:
+        from launch.jobs.plan.host_layouts import Figures, plan_hosts, print_hosts_plan
+
+        print_hosts_plan(plan_hosts(config, Figures(**figures)), as_json)
+        return 0
     from launch.jobs.plan.plan import make_plan, print_plan
 
     print_plan(make_plan(Job(config, arguments), simulated_hosts, script), as_json)
@@ -93,6 +124,15 @@ def check(
     from launch.jobs.check.rank_check import play_check
 
     return play_check(job.spec, as_json)
+
+
+def _refuse_unused(hosts: bool, figures: Mapping[str, object]) -> None:
+    """Refuse options of --hosts without it."""
+    context = click.get_current_context()
+    for name in figures:
+        is_given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+        if is_given and not hosts:
+            raise click.UsageError(f"--{name.replace('_', '-')} goes with --hosts")
 
 
 def _tell_formats(config: RuntimeConfig, as_json: bool) -> None:

@@ -65,13 +65,19 @@ def _describe(held: HeldModel, *, by_experts: bool) -> str:
     return f"{format_bytes(weights)} of weights on a rank; of experts a token reads {read}, for which {sent} are sent"
 
 
-def _bytes_read(plan: ExpertsPlan, held: HeldModel) -> tuple[int, int]:
-    """Bytes of a layer's experts that a token reads on a rank, on the mean and at most."""
+def expert_bytes(plan: ExpertsPlan, held: HeldModel) -> int:
+    """Bytes of one expert of a layer, or of those features of it that a rank holds."""
     share, default = Share(0, held.tp_size), QUANTIZATIONS.get(held.quantization)
     expert = 0
     for weight in (plan.gate_up(0), plan.down(0)):
         kept = held.config.quantization_of(weight, default)
         expert += count_bytes(kept.create(weight.cut(share), held.dtype, held.device.type))
+    return expert
+
+
+def _bytes_read(plan: ExpertsPlan, held: HeldModel) -> tuple[int, int]:
+    """Bytes of a layer's experts that a token reads on a rank, on the mean and at most."""
+    expert = expert_bytes(plan, held)
     if not plan.by_experts:
         return (plan.num_chosen * expert,) * 2
     last = Share(held.tp_size - 1, held.tp_size)  # which has as many as any

@@ -89,6 +89,14 @@ def test_every_link_of_two_hosts_is_tried(site: Site) -> None:
     assert tried["target all_reduce", 2, 3] == "MPI, shared memory"
     assert tried["heartbeat", 0, 3] == "TCP over network"
     assert all(link["faults"] == [] and link["is_tried"] for link in report["links"])
+    links = file.with_name("links.json")
+    links.write_text(done.stdout)
+    done = site.trtrun("plan", "--config", file, "--hosts", "--links", links, "--json")
+    assert done.returncode == 0, done.stderr
+    layouts = json.loads(done.stdout)
+    assert [speed["source"] for speed in layouts["assumed"][1].values() if speed] == ["measured (links.json)"] * 3
+    # The target's sums were tried on its own host alone, drafts between hosts.
+    assert layouts["assumed"][1]["network_sums"] is None and layouts["layouts"][0]["round_s"] > 0
 
 
 def test_a_model_missing_on_one_host_is_told_for_its_ranks(site: Site) -> None:
