@@ -39,6 +39,7 @@ LIBRARIES = (
 @click.option("--metrics-port", type=int, help="Port of /metrics; the same.  [default: server.metrics_port, 8002]")
 @click.option("--allowed-origins", metavar="O", multiple=True, help="Pages whose scripts may ask, or *; several times.")
 @click.option("--ping-seconds", type=float, metavar="S", help="Comments in streams after so long without news.")
+@click.option("--name-file", metavar="F", help="Says where the server listens; taken over by the next one with it.")
 @click.option("--api-key-file", metavar="F", help="One key a line; requests need one of them.")
 @click.option("--tls-cert", metavar="F", help="Certificate of the server, in PEM; needs --tls-key.")
 @click.option("--tls-key", metavar="F", help="Key of the certificate, in PEM.")

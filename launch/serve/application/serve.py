@@ -32,8 +32,11 @@ from launch.serve.application.http_server import (
     make_metrics_application,
 )
 from launch.serve.application.parts import make_parts
+from launch.serve.engine.client import EngineClient
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
 from launch.serve.frontend.coalescing import bound_threads
+from launch.serve.handover.handover import Handover
+from launch.serve.handover.name_file import ServedName, describe_server
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
@@ -152,6 +155,7 @@ class _Server:
         self._admission, self._metrics = self._frontend.admission, self._frontend.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
+        self._handover = Handover(spec.config, running.engine, self._admission, self._use, say)
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
@@ -186,12 +190,14 @@ class _Server:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
                 self._begin_to_measure(loop)
-                self._say_addresses(section, http, metrics, grpc.port)
+                name = self._say_addresses(section, http, metrics, grpc.port)
+                await self._handover.take_name(name, is_loopback(http))
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain(keeping) if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
-            self._running.engine.end_all(server_ending())
+            await self._handover.close()
+            self._end_all()
             self._parsers.close()  # requests that are being read are told so, too
             for server in servers:
                 server.finish()
@@ -211,7 +217,7 @@ class _Server:
             loop.stalls.begin()
             self._metrics.ask_longest_stall(lambda: loop.stalls.longest)
 
-    def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
+    def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> ServedName:
         url = _address(section, http)
         say(
             f"{self._frontend.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
@@ -222,12 +228,14 @@ class _Server:
         way = describe_way(url, is_loopback(http), os.environ)
         if way is not None:
             say(tell_way(way))
+        return describe_server(self._frontend.model_name, url, way, is_loopback(http), os.environ)
 
     async def _drain(self, keeping: asyncio.Task[int]) -> bool:
         """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
         self._admission.is_closing = True
         seconds = self._config.launch.drain_seconds
+        self._handover.end()
         if self._admission.num_requests:
             name = signal.Signals(self._stopped_by).name
             say(
@@ -246,12 +254,22 @@ class _Server:
         if keeping.done():
             self._admission.is_closing = True
             return keeping.result()
-        self._running.engine.end_all(server_ending())
+        self._end_all()
         await self._running.close()
         await keeping
         if not is_whole:
             say("drained: the requests that were left have ended with an error")
         return ExitCode.DONE if is_whole else ExitCode.DRAINED
+
+    def _end_all(self) -> None:
+        """End every request, wherever it goes on, with an error that says where to go."""
+        for client in (self._handover.client, self._running.engine):
+            client.end_all(server_ending(self._admission.successor))
+
+    def _use(self, client: EngineClient) -> None:
+        """New requests go to this engine: the own one, or the server that follows."""
+        self._frontend.client = client
+        self._admission.is_open = client.ready is not None
 
     def _hear(self, number: int) -> None:
         """The first signal drains; a SIGINT or SIGTERM after it ends."""
@@ -267,10 +285,12 @@ class _Server:
 
     def _engine_is_there(self) -> None:
         self._admission.is_open = True
+        self._handover.note_ready()
         self._is_ready.set()
 
     def _engine_is_gone(self) -> None:
-        self._admission.is_open = self._admission.is_hanging = False
+        self._admission.is_open = self._handover.hand_over()
+        self._admission.is_hanging = False
         self._metrics.count_loss()
 
     def _engine_hangs(self, line: str) -> None:
