@@ -49,7 +49,7 @@ def own_server(words: Sequence[str]) -> Iterator[ChatClient]:
         key_file.touch(mode=0o600)
         key_file.write_text(key, encoding="ascii")
         ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
-        own = ["--host", "127.0.0.1", *ports, "--api-key-file", str(key_file)]
+        own = ["--host", "127.0.0.1", *ports, "--api-key-file", str(key_file), "--set", "server.name_file=null"]
         command = [sys.executable, "-m", "launch.cli", "serve", *words, *own]
         environment = dict(os.environ)
         if sys.stderr.isatty():  # its own is a pipe

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,9 @@ def _parse_object(context: click.Context, option: click.Parameter, value: str | 
 
 @click.command(epilog=f"Exit status: {describe_exit_codes()}")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML file of the job.")
-@click.option("--url", metavar="URL", help="A server that runs, such as http://127.0.0.1:8000, instead of a job.")
+@click.option(
+    "--url", metavar="URL", help="A server that runs, such as http://127.0.0.1:8000, or its server.name_file."
+)
 @click.option("--api-key-file", type=click.Path(path_type=Path), metavar="F", help="With that server's key.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
 @click.option("--speculation", type=click.Choice(list(METHODS)), help="Short for --set speculation.method=….")
@@ -191,7 +194,10 @@ def chat(
         raise click.UsageError("--api-key-file is of a server that runs, with --url")
     serving: AbstractContextManager[ChatClient]
     if url is not None:
-        serving = nullcontext(ChatClient(url, None if api_key_file is None else _read_key(api_key_file)))
+        key = None if api_key_file is None else _read_key(api_key_file)
+        named = Path(url) if "://" not in url else None
+        find_url = None if named is None else partial(_read_url, named)
+        serving = nullcontext(ChatClient(url if find_url is None else find_url(), key, find_url))
     else:
         words = ["--config", str(config_path), *(word for item in overrides for word in ("--set", item))]
         serving = own_server(words + ([] if speculation is None else ["--speculation", speculation]))
@@ -203,6 +209,16 @@ def chat(
 
 def _options(values: Mapping[str, Any]) -> dict[str, object]:
     return {name: value for name, value in given_sampling(values).items() if name in _OF_REQUESTS}
+
+
+def _read_url(path: Path) -> str:
+    """Where the server of a name listens by now."""
+    from launch.serve.handover.name_file import NameFile
+
+    name = NameFile(path).read_name()
+    if name is None:
+        raise ConfigError(f"--url must be such as http://127.0.0.1:8000, or a server.name_file, not {str(path)!r}")
+    return name.url
 
 
 def _read_key(path: Path) -> str:

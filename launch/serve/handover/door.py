@@ -5,31 +5,35 @@
     the server before │ sealed answer
 
 Behind that both sides send messages of engines (`engine.messages`). With `server.tls_cert` all of it is encrypted, by
-the certificate that both have; else texts cross the network as those between ranks do. Seals are of
+the certificate that the door's file tells; else texts cross the network as those between ranks do. Seals are of
 `parallel.watchdog.message_socket`. It does not know what the messages do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
 from launch.serve.handover.name_file import DoorAddress
 from parallel.watchdog.message_socket import is_nonce, make_nonce, make_seals
+from trtrun.configuration.process_sections import ServerSection
 
 KNOCK_SECONDS = 20.0
 """For a connection, and for each line of who connects."""
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """A host that is gone is noticed within half a minute."""
+
+MOST_ASKED = 16
+"""Connections of which it is not known yet who they are; those beyond are closed."""
 
 _NO_LINE = (asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 """What comes in place of a line."""
@@ -54,21 +58,6 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
         return self.url if self.job is None else f"job {self.job} at {self.url}"
 
 
-class Certificate:
-    """The certificate of both sides; without one nothing is encrypted."""
-
-    def __init__(self, certificate: Path | None, key: Path | None) -> None:
-        """Read the files, which have been checked."""
-        self.of_server = self.of_client = None
-        if certificate is not None:
-            self.of_server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self.of_server.load_cert_chain(certificate, key)
-            self.of_client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            self.of_client.check_hostname = False  # the follower knows the very certificate
-            self.of_client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-            self.of_client.load_verify_locations(certificate)
-
-
 class Door:
     """A port for the server that follows.
 
@@ -76,11 +65,17 @@ class Door:
         address: of it, once it is open.
     """
 
-    def __init__(self, certificate: Certificate, admit: Callable[[Greeting, Streams], Awaitable[None]]) -> None:
-        self._certificate = certificate
-        self._admit = admit
+    def __init__(self, section: ServerSection, admit: Callable[[Greeting, Streams], Awaitable[None]]) -> None:
+        """It is closed.
+
+        Args:
+            section: its certificate, which has been checked.
+            admit: called with a connection of one that knows the token.
+        """
+        self._section, self._admit = section, admit
         self._token = secrets.token_hex(32)
         self._server: asyncio.Server | None = None
+        self._num_asked = 0
         self.address = DoorAddress(hosts=(), port=0, token=self._token)
 
     async def open(self, hosts: tuple[str, ...], listens_to_all: bool) -> None:
@@ -99,8 +94,14 @@ class Door:
             listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         else:
             listening = socket.create_server(("", 0))
-        self._server = await asyncio.start_server(self._hear, sock=listening, ssl=self._certificate.of_server)
-        self.address = DoorAddress(hosts=hosts, port=listening.getsockname()[1], token=self._token)
+        context = certificate = None
+        if self._section.tls_cert is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._section.tls_cert, self._section.tls_key)
+            certificate = _fingerprint(ssl.PEM_cert_to_DER_cert(_first(self._section.tls_cert.read_text())))
+        self._server = await asyncio.start_server(self._hear, sock=listening, ssl=context)
+        port = listening.getsockname()[1]
+        self.address = DoorAddress(hosts=hosts, port=port, token=self._token, certificate=certificate)
 
     def close(self) -> None:
         """Listen no more."""
@@ -111,8 +112,11 @@ class Door:
         """One connection, from its first byte to its end."""
         greeting = None
         try:
-            with suppress(OSError, ValueError, *_NO_LINE):
-                greeting = await self._ask(reader, writer)
+            if self._num_asked < MOST_ASKED:
+                self._num_asked += 1
+                with suppress(OSError, ValueError, *_NO_LINE):
+                    greeting = await self._ask(reader, writer)
+                self._num_asked -= 1
             if greeting is not None:
                 keep_alive(writer)
                 await self._admit(greeting, (reader, writer))
@@ -132,7 +136,7 @@ class Door:
         return greeting
 
 
-async def knock(door: DoorAddress, greeting: Greeting, certificate: Certificate) -> Streams:
+async def knock(door: DoorAddress, greeting: Greeting) -> Streams:
     """Connect to the server before.
 
     Raises:
@@ -144,8 +148,10 @@ async def knock(door: DoorAddress, greeting: Greeting, certificate: Certificate)
     for host in hosts:
         try:
             async with asyncio.timeout(KNOCK_SECONDS):
-                streams = await asyncio.open_connection(host, door.port, ssl=certificate.of_client)
+                context = None if door.certificate is None else _any_certificate()
+                streams = await asyncio.open_connection(host, door.port, ssl=context)
                 try:
+                    _check_certificate(door, streams[1])
                     await _prove(door.token, greeting, *streams)
                 except BaseException:
                     streams[1].close()
@@ -155,6 +161,31 @@ async def knock(door: DoorAddress, greeting: Greeting, certificate: Certificate)
         except (OSError, ValueError, *_NO_LINE) as error:
             failure = OSError(f"{host}: {error or 'it does not answer'}")
     raise failure
+
+
+def _any_certificate() -> ssl.SSLContext:
+    """What takes any certificate: who has it is told by the door's file, and by no authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _check_certificate(door: DoorAddress, writer: asyncio.StreamWriter) -> None:
+    if door.certificate is not None:
+        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        if found is None or _fingerprint(found) != door.certificate:
+            raise ValueError("it has another certificate than its file says")
+
+
+def _first(text: str) -> str:
+    """The first certificate of a file in PEM, which is the server's own."""
+    begin, end = text.index(ssl.PEM_HEADER), text.index(ssl.PEM_FOOTER)
+    return text[begin : end + len(ssl.PEM_FOOTER)]
+
+
+def _fingerprint(certificate: bytes) -> str:
+    return hashlib.sha256(certificate).hexdigest()
 
 
 async def _prove(token: str, greeting: Greeting, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,11 +10,10 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from launch.serve.admission.control import AdmissionControl
 from launch.serve.engine.client import EngineClient
-from launch.serve.handover.door import Certificate, Door, Greeting, Streams, knock
+from launch.serve.handover.door import Door, Greeting, Streams, knock
 from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName
 from launch.serve.handover.relay import Relay
 from launch.serve.handover.successor import Successor, hash_texts
@@ -56,9 +55,9 @@ class Handover:
         self.client = own
         self._texts = hash_texts(config)
         self._successor = Successor(own, self._texts, self._change_client, self._take_back, say)
-        self._certificate = Certificate(section.tls_cert, section.tls_key)
-        self._door = Door(self._certificate, self._admit)
+        self._door = Door(section, self._admit)
         self._relay: Relay | None = None
+        self._taking_back: asyncio.Future[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._taken: tuple[ServedName, DoorAddress] | None = None
 
@@ -75,10 +74,10 @@ class Handover:
         """
         if self._file is None:
             return
-        before = self._file.read_door()
         try:
+            before = await asyncio.to_thread(self._file.read_door)  # which may lie far away, and take its time
             await self._door.open(own_names(os.environ), not is_loopback or name.job is not None)
-            self._file.take(name, self._door.address)
+            await asyncio.to_thread(self._file.take, name, self._door.address)
         except OSError as error:
             self._say(f"server.name_file: {self._file.path} is not written, and nobody will follow: {error.strerror}")
             return
@@ -107,7 +106,9 @@ class Handover:
         self._door.close()
         self._successor.close()
         if self._file is not None and self._taken is not None:
-            self._file.leave(*self._taken)
+            if self._taking_back is not None:
+                await self._taking_back
+            await asyncio.to_thread(self._file.leave, *self._taken)
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -115,7 +116,7 @@ class Handover:
     async def _follow(self, before: DoorAddress, greeting: Greeting) -> None:
         """Be an engine of the server before until it ends."""
         try:
-            streams = await knock(before, greeting, self._certificate)
+            streams = await knock(before, greeting)
         except OSError as error:
             self._say(f"the server that had the name is not reached, and hands nothing over: {error}")
             return
@@ -134,12 +135,9 @@ class Handover:
 
     def _take_back(self, lost: Greeting) -> None:
         """The server that followed is gone: this one has the name again, unless yet another one has taken it."""
-        if self._file is None or self._taken is None:
-            return
-        name = self._file.read_name()
-        if name is None or name.url == lost.url:
-            with suppress(OSError):
-                self._file.take(*self._taken)
+        if self._file is not None and self._taken is not None:
+            loop = asyncio.get_running_loop()
+            self._taking_back = loop.run_in_executor(None, self._file.take_back, lost.url, *self._taken)
 
     def _change_client(self, client: EngineClient) -> None:
         self.client = client

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -51,11 +51,13 @@ class DoorAddress(msgspec.Struct, frozen=True, kw_only=True):
         hosts: names of its host, the likeliest first.
         port: there.
         token: that who knocks must know.
+        certificate: SHA-256 of the certificate there, in hexadecimal digits; None where nothing is encrypted.
     """
 
     hosts: tuple[str, ...]
     port: int
     token: str
+    certificate: str | None = None
 
 
 def describe_server(
@@ -83,7 +85,7 @@ def describe_server(
     )
 
 
-Kind = TypeVar("Kind", ServedName, DoorAddress)
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class NameFile:
@@ -113,16 +115,39 @@ class NameFile:
         Raises:
             OSError: the files cannot be written.
         """
-        _replace(self._door, msgspec.json.encode(door), 0o600)
-        _replace(self.path, msgspec.json.format(msgspec.json.encode(name)) + b"\n", 0o644)
+        self._write(name, door, os.replace)
+
+    def _write(self, name: ServedName, door: DoorAddress, put: Callable[[Path, Path], None]) -> None:
+        _write(self._door, msgspec.json.encode(door), 0o600, put)
+        _write(self.path, msgspec.json.format(msgspec.json.encode(name)) + b"\n", 0o644, put)
+
+    def take_back(self, url: str, name: ServedName, door: DoorAddress) -> None:
+        """Take the name from a server that is gone, known by its URL, unless yet another one has it."""
+        lost, lost_door = self.read_name(), self.read_door()
+        if lost is not None and lost.url != url:
+            return
+        with suppress(OSError):
+            for path, theirs in ((self._door, lost_door), (self.path, lost)):
+                if theirs is not None:
+                    _remove(path, theirs)
+            self._write(name, door, os.link)
 
     def leave(self, name: ServedName, door: DoorAddress) -> None:
         """Remove the files of a server that ends, unless another one has taken the name."""
-        with suppress(OSError):
-            if self.read_name() == name:
-                self.path.unlink()
-            if self.read_door() == door:
-                self._door.unlink()
+        for path, own in ((self.path, name), (self._door, door)):
+            with suppress(OSError):
+                if _read(path, type(own)) == own:
+                    _remove(path, own)
+
+
+def _remove(path: Path, own: msgspec.Struct) -> None:
+    """Remove a file, unless another server has written it meanwhile: nobody loses its name to one that ends."""
+    beside = _path_beside(path)
+    path.rename(beside)
+    if _read(beside, type(own)) != own:
+        with suppress(FileExistsError):
+            os.link(beside, path)
+    beside.unlink()
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:
@@ -133,16 +158,19 @@ def _read(path: Path, kind: type[Kind]) -> Kind | None:
         return None
 
 
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Write a file beside it, and rename that."""
-    beside = path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(8)}")
+def _write(path: Path, content: bytes, mode: int, put: Callable[[Path, Path], None]) -> None:
+    """Write a file beside it, and put that in its place: by renaming, or by a link where there is to be none yet."""
+    beside = _path_beside(path)
     number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(number, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(number)
-        beside.replace(path)
-    except OSError:
+        put(beside, path)
+    finally:
         beside.unlink(missing_ok=True)
-        raise
+
+
+def _path_beside(path: Path) -> Path:
+    return path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(8)}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -19,9 +20,9 @@ from launch.serve.admission.control import AdmissionControl
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.messages import Abort, AskStatus, Begin, Deltas, MessageStream, Ready, Status, encode
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.handover.door import Certificate, Greeting, knock
+from launch.serve.handover.door import Greeting, knock
 from launch.serve.handover.handover import Handover
-from launch.serve.handover.name_file import NameFile, ServedName
+from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName
 from trtrun.configuration.config import make_config
 from trtrun.errors import ConfigError
 
@@ -76,10 +77,11 @@ class PlayedServer:
     """As much of a server as a handover knows."""
 
     def __init__(self, name_file: Path, number: int, limits: Any = LIMITS, **sections: Any) -> None:
+        server = sections.pop("server", {})
         engines = {
             name: {"model": f"asset:{name}", "devices": {f"node{number}": ["cpu:0"]}} for name in ("target", "draft")
         }
-        config = make_config({**engines, "server": {"name_file": str(name_file)}, **sections})
+        config = make_config({**engines, "server": {"name_file": str(name_file), **server}, **sections})
         self.own, self.engine = EngineClient(), CountingEngine(limits)
         self.admission, self.lines = AdmissionControl(8, 8, 8), []
         self.name = ServedName(url=f"http://{number}", host=f"node{number}", model="m", since="now", job=str(number))
@@ -126,6 +128,11 @@ class Asked:
         assert {index: tuple(tokens) for index, tokens in self.tokens.items()} == COUNTED
 
 
+def url_in(file: Path) -> str | None:
+    name = NameFile(file).read_name()
+    return None if name is None else name.url
+
+
 async def until(holds: Callable[[], object]) -> None:
     while not holds():
         await asyncio.sleep(0)
@@ -141,7 +148,7 @@ def test_new_requests_go_on_in_the_next_server_at_once_and_those_in_work_at_the_
             await begun.read(3)
             # More blocks, on another node: it may have its requests all the same.
             async with PlayedServer(file, 2, replace(LIMITS, num_blocks=40)).running() as second:
-                assert json.loads(file.read_text())["url"] == "http://2"
+                assert url_in(file) == "http://2"
                 await first.is_followed()
                 new = first.ask()
                 await until(lambda: second.engine.rows)
@@ -185,7 +192,7 @@ def test_requests_and_the_name_come_back_where_the_next_server_ends(tmp_path: Pa
                 await begun.read(5)
             await until(lambda: len(first.engine.rows) == 4)
             assert first.handover.client is first.own and first.admission.successor is None
-            assert json.loads(file.read_text())["url"] == "http://1"
+            await until(lambda: url_in(file) == "http://1")
             new.client.abort(new.ids)  # as its reader knows it
             await until(lambda: len(first.engine.rows) == 2)
             first.engine.step(4)
@@ -239,7 +246,34 @@ def test_a_server_that_makes_other_texts_gets_the_name_and_no_requests(
                 == f"job 2 at http://2 has the name from now on, but {said}: requests end where they began"
             )
             assert first.handover.client is first.own
-            assert json.loads(file.read_text())["url"] == "http://2"
+            assert url_in(file) == "http://2"
+
+    run(check())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl: install the package openssl")
+def test_with_a_certificate_the_door_is_the_one_that_its_file_tells(tmp_path: Path) -> None:
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
+    outputs = ["-keyout", str(files["tls_key"]), "-out", str(files["tls_cert"])]
+    subprocess.run(["openssl", *words, *outputs], check=True, capture_output=True, timeout=60)
+    server = {name: str(path) for name, path in files.items()}
+
+    async def check() -> None:
+        file = tmp_path / "name.json"
+        async with PlayedServer(file, 1, server=server).running() as first:
+            async with PlayedServer(file, 2, server=server).running() as second:
+                await first.is_followed()
+                begun = first.ask()
+                await until(lambda: second.engine.rows)
+                second.engine.step(9)
+                await begun.check()
+            await until(lambda: url_in(file) == "http://1")
+            door = NameFile(file).read_door()
+            assert door is not None and door.certificate is not None
+            other = msgspec.structs.replace(door, certificate="0" * 64)
+            with pytest.raises(OSError, match="it has another certificate than its file says"):
+                await knock(other, Greeting(url="http://x", texts="t"))
 
     run(check())
 
@@ -256,12 +290,37 @@ def test_who_does_not_know_the_token_is_not_let_in(tmp_path: Path) -> None:
             greeting = Greeting(url="http://x", texts="t")
             guess = msgspec.structs.replace(door, token="0" * 64)
             with pytest.raises(OSError, match=r"127\.0\.0\.1: "):
-                await knock(guess, greeting, Certificate(None, None))
+                await knock(guess, greeting)
             assert first.handover.client is first.own
-            _, writer = await knock(door, greeting, Certificate(None, None))
+            _, writer = await knock(door, greeting)
             writer.close()
 
     run(check())
+
+
+def test_a_server_that_ends_leaves_the_name_that_another_one_takes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = NameFile(tmp_path / "name.json")
+    door = DoorAddress(hosts=("h",), port=1, token="t")
+    old, new = (ServedName(url=url, host="h", model="m", since="now") for url in ("http://old", "http://new"))
+    file.take(old, door)
+    rename = Path.rename
+
+    def rename_late(self: Path, target: Path) -> Path:
+        monkeypatch.undo()
+        file.take(new, door)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    file.leave(old, door)
+    assert file.read_name() == new
+    file.take_back("http://lost", old, door)
+    assert file.read_name() == new
+    file.take_back("http://new", old, door)
+    assert file.read_name() == old
+    file.leave(old, door)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
