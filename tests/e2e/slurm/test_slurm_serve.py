@@ -107,7 +107,8 @@ def test_a_server_is_found_and_used_and_the_next_job_goes_on_with_its_streams(
             assert all(each.wait(120) for each in begun)
             os.kill(engine, signal.SIGSTOP)  # what has begun there ends elsewhere
             wait_for(lambda: f"trtrun: job {second} at http" in log.read_text(encoding="utf-8"), 120, "it is followed")
-            assert json.loads(name_file.read_text(encoding="utf-8"))["job"] == str(second)
+            name = json.loads(name_file.read_text(encoding="utf-8"))
+            assert name["job"] == str(second)
             forwarded = text_of(stream(url, {"max_tokens": 8}, threading.Event()))
             assert trtrun("cancel", first).returncode == 0
             wait_for(lambda: f" requests go on in job {second} at http" in log.read_text(encoding="utf-8"), 60, "more")
@@ -122,8 +123,7 @@ def test_a_server_is_found_and_used_and_the_next_job_goes_on_with_its_streams(
                 os.kill(engine, signal.SIGCONT)
         asking.result(timeout=120)
         assert set(asked) == {forwarded}
-    url = find_url(cluster, trtrun, second)
-    assert texts == [text_of(stream(url, each, threading.Event())) for each in kinds]
+    assert texts == [text_of(stream(name["url"], each, threading.Event())) for each in kinds]
     assert cluster.show(second)["NodeList"] != cluster.show(first)["NodeList"]
     assert trtrun("cancel", second).returncode == 0
     wait_for(lambda: cluster.show(second)["JobState"] == "COMPLETED", 60, "the job ends")

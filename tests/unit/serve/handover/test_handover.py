@@ -17,12 +17,14 @@ import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, run
 
 from launch.serve.admission.control import AdmissionControl
+from launch.serve.admission.refusals import Refusal
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.messages import Abort, AskStatus, Begin, Deltas, MessageStream, Ready, Status, encode
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.handover.door import Greeting, knock
 from launch.serve.handover.handover import Handover
 from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName
+from parallel.watchdog.message_socket import make_nonce, make_seals
 from trtrun.configuration.config import make_config
 from trtrun.errors import ConfigError
 
@@ -161,7 +163,9 @@ def test_new_requests_go_on_in_the_next_server_at_once_and_those_in_work_at_the_
                 first.handover.end()
                 await until(lambda: len(second.engine.rows) == 4 and not first.engine.rows)
                 assert sorted(map(len, second.engine.rows.values())) == [3, 3, 4, 4]
-                assert first.admission.successor == "http://2"
+                first.admission.is_closing = True
+                with pytest.raises(Refusal, match="the server is ending: send the request again to http://2"):
+                    first.admission.check_open()
                 second.engine.step(6)
                 await begun.check()
                 await new.check()
@@ -291,6 +295,12 @@ def test_who_does_not_know_the_token_is_not_let_in(tmp_path: Path) -> None:
             guess = msgspec.structs.replace(door, token="0" * 64)
             with pytest.raises(OSError, match=r"127\.0\.0\.1: "):
                 await knock(guess, greeting)
+            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            theirs, own = (await reader.readline())[:-1], make_nonce()
+            _, outward = make_seals(guess.token, theirs, own)
+            writer.write(own + b"\n" + outward.close(msgspec.json.encode(greeting)) + b"\n")
+            assert await reader.read() == b""
+            writer.close()
             assert first.handover.client is first.own
             _, writer = await knock(door, greeting)
             writer.close()
