@@ -126,7 +126,7 @@ class NameFile:
         lost, lost_door = self.read_name(), self.read_door()
         if lost is not None and lost.url != url:
             return
-        with suppress(OSError):
+        with suppress(OSError):  # such as where a newer server has written its own meanwhile
             for path, theirs in ((self._door, lost_door), (self.path, lost)):
                 if theirs is not None:
                     _remove(path, theirs)
@@ -143,7 +143,10 @@ class NameFile:
 def _remove(path: Path, own: msgspec.Struct) -> None:
     """Remove a file, unless another server has written it meanwhile: nobody loses its name to one that ends."""
     beside = _path_beside(path)
-    path.rename(beside)
+    try:
+        path.rename(beside)
+    except FileNotFoundError:
+        return
     if _read(beside, type(own)) != own:
         with suppress(FileExistsError):
             os.link(beside, path)
