@@ -98,7 +98,9 @@ class Door:
         if self._section.tls_cert is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._section.tls_cert, self._section.tls_key)
-            certificate = _fingerprint(ssl.PEM_cert_to_DER_cert(_first(self._section.tls_cert.read_text())))
+            certificate = _fingerprint(
+                ssl.PEM_cert_to_DER_cert(_first(self._section.tls_cert.read_text(encoding="latin-1")))
+            )
         self._server = await asyncio.start_server(self._hear, sock=listening, ssl=context)
         port = listening.getsockname()[1]
         self.address = DoorAddress(hosts=hosts, port=port, token=self._token, certificate=certificate)

@@ -79,7 +79,7 @@ class Handover:
             await self._door.open(own_names(os.environ), not is_loopback or name.job is not None)
             await asyncio.to_thread(self._file.take, name, self._door.address)
         except OSError as error:
-            self._say(f"server.name_file: {self._file.path} is not written, and nobody will follow: {error.strerror}")
+            self._say(f"server.name_file: cannot write {self._file.path}, so none follows: {error.strerror or error}")
             return
         self._taken = name, self._door.address
         self._say(f"{self._file.path} says where it listens")

@@ -69,11 +69,11 @@ class Successor:
 
     async def serve(self, greeting: Greeting, streams: Streams) -> None:
         """Have the server that follows as an engine until its connection ends."""
-        if self.greeting is not None:
-            self._say(f"{greeting} wants to take over, and {self.greeting} has already")
-            return
 
         def accept(ready: Ready) -> bool:
+            if self.greeting is not None:
+                self._say(f"{greeting} wants to follow, and {self.greeting} does so already")
+                return False
             difference = self._find_difference(greeting, ready)
             if difference is not None:
                 self._say(f"{greeting} has the name from now on, but {difference}: requests end where they began")

@@ -214,6 +214,12 @@ def test_a_request_goes_on_through_a_chain_of_three(tmp_path: Path) -> None:
         file = tmp_path / "name.json"
         async with PlayedServer(file, 1).running() as first, PlayedServer(file, 2).running() as second:
             await first.is_followed()
+            assert second.own.ready is not None
+            reader, writer = await knock(first.handover._door.address, Greeting(url="http://late", texts="t"))
+            writer.write(encode(second.own.ready))
+            assert await reader.read() == b""
+            writer.close()
+            assert first.lines[-1] == "http://late wants to follow, and job 2 at http://2 does so already"
             begun = first.ask()
             await until(lambda: second.engine.rows)
             second.engine.step(2)
