@@ -23,7 +23,7 @@ LONG = {
     "model": "target",
     "prompt": "def main(",
     "temperature": 0,
-    "max_tokens": 900,
+    "max_tokens": 600,
     "ignore_eos": True,
     "stream": True,
 }
