@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -50,27 +50,32 @@ class ChatClient:
         model: that it serves; known once `look` has asked.
     """
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, find_url: Callable[[], str] | None = None) -> None:
         """Ask nothing yet.
 
         Args:
             url: `http://host:port`, perhaps with a path before the API's own, or `unix:///PATH` of a socket.
             key: of the server's `server.api_key_file`.
+            find_url: says where the server is by now, before each answer; None where it stays where it is.
 
         Raises:
             ConfigError: it is no address of that kind.
         """
+        self._find_url = find_url
+        self.model = ""
+        self._headers = {"content-type": "application/json"}
+        if key is not None:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._turn_to(url)
+
+    def _turn_to(self, url: str) -> None:
         parts = urlsplit(url)
         is_socket = parts.scheme == "unix" and not parts.netloc and bool(parts.path.strip("/"))
         if not is_socket and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise ConfigError(f"--url must be such as http://127.0.0.1:8000 or unix:///PATH, not {url!r}")
         self.url = url
-        self.model = ""
         self._parts = parts
         self._path = "" if is_socket else parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"content-type": "application/json"}
-        if key is not None:
-            self._headers["authorization"] = f"Bearer {key}"
 
     def look(self) -> None:
         """Find out what is served.
@@ -112,6 +117,8 @@ class ChatClient:
             AnswerError: the server refuses it, or loses it.
             FailedError: the server is gone.
         """
+        if self._find_url is not None:
+            self._turn_to(self._find_url())
         body = {"messages": messages, "stream": True, "return_token_origins": True, **options}
         with closing(self._connect(None)) as connection:
             try:

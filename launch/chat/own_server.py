@@ -45,7 +45,8 @@ def own_server(words: Sequence[str]) -> Iterator[ChatClient]:
         click.exceptions.Exit: it ended before; it has said why, and the status is its own.
     """
     with tempfile.TemporaryDirectory(prefix="trtrun-chat-", dir=_short_folder()) as folder:
-        command = [sys.executable, "-m", "launch.cli", "serve", *words, "--uds", str(Path(folder, "socket"))]
+        own = ["--uds", str(Path(folder, "socket")), "--set", "server.name_file=null"]
+        command = [sys.executable, "-m", "launch.cli", "serve", *words, *own]
         environment = dict(os.environ)
         if sys.stderr.isatty():  # its own is a pipe
             environment[TERMINAL_VARIABLE] = str(shutil.get_terminal_size().columns)

@@ -4,7 +4,6 @@ ranks without weights.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

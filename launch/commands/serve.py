@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ LIBRARIES = (
 @click.option("--metrics-port", type=int, help="Port of /metrics; the same.  [default: server.metrics_port, 8002]")
 @click.option("--allowed-origins", metavar="O", multiple=True, help="Pages whose scripts may ask, or *; several times.")
 @click.option("--ping-seconds", type=float, metavar="S", help="Comments in streams after so long without news.")
+@click.option("--name-file", metavar="F", help="Says where the server listens; taken over by the next one with it.")
 @click.option("--api-key-file", metavar="F", help="One key a line; requests need one of them.")
 @click.option("--tls-cert", metavar="F", help="Certificate of the server, in PEM; needs --tls-key.")
 @click.option("--tls-key", metavar="F", help="Key of the certificate, in PEM.")
@@ -151,7 +153,11 @@ def _parse_object(context: click.Context, option: click.Parameter, value: str | 
 @click.command(epilog=f"Exit status: {describe_exit_codes()}")
 @with_model
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML file of the job.")
-@click.option("--url", metavar="URL", help="A server that runs, such as http://127.0.0.1:8000 or unix:///PATH.")
+@click.option(
+    "--url",
+    metavar="URL",
+    help="A server that runs: http://127.0.0.1:8000, unix:///PATH or its server.name_file.",
+)
 @click.option("--api-key-file", type=click.Path(path_type=Path), metavar="F", help="With that server's key.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
 @click.option(
@@ -198,9 +204,11 @@ def chat(
             raise click.UsageError("give MODEL, --config FILE, or --url URL of a server that runs, one of the three")
         if overrides or speculation is not None or any(values.get(name) is not None for name in KEYS):
             raise click.UsageError("--set, --speculation and devices are of a job: a server that runs has its own")
-        serving: AbstractContextManager[ChatClient] = nullcontext(
-            ChatClient(url, None if api_key_file is None else _read_key(api_key_file))
-        )
+        key = None if api_key_file is None else _read_key(api_key_file)
+        named = Path(url) if "://" not in url else None
+        find_url = None if named is None else partial(_read_url, named)
+        client = ChatClient(url if find_url is None else find_url(), key, find_url)
+        serving: AbstractContextManager[ChatClient] = nullcontext(client)
     else:
         if api_key_file is not None:
             raise click.UsageError("--api-key-file is of a server that runs, with --url")
@@ -219,6 +227,16 @@ def chat(
 
 def _options(values: Mapping[str, Any]) -> dict[str, object]:
     return {name: value for name, value in given_sampling(values).items() if name in _OF_REQUESTS}
+
+
+def _read_url(path: Path) -> str:
+    """Where the server of a name listens by now."""
+    from launch.serve.handover.name_file import NameFile
+
+    name = NameFile(path).read_name()
+    if name is None:
+        raise ConfigError(f"--url must be such as http://127.0.0.1:8000, or a server.name_file, not {str(path)!r}")
+    return name.url
 
 
 def _read_key(path: Path) -> str:

@@ -54,6 +54,7 @@ def _with_settings(command: Any) -> Any:
 @click.option("--dry-run", is_flag=True, help="Show the batch script; submit nothing.")
 @click.option("--follow", is_flag=True, help="Show the log until the job ends, and end with its exit status.")
 @click.option("--array", callback=_read_array, metavar="N[%M]", help="Split the rows over N jobs, M at once.")
+@click.option("--chain", type=click.IntRange(2, 10_000), metavar="N", help="N serve jobs, each taking over in time.")
 @click.option("--requeue/--no-requeue", default=None, help="Put a job that reaches its time limit back into the queue.")
 @click.option("--exclusive", is_flag=True, default=None, help="Take whole nodes.")
 @_with_settings
@@ -64,6 +65,7 @@ def submit(
     dry_run: bool,
     follow: bool,
     array: Array | None,
+    chain: int | None,
     words: tuple[str, ...],
     **settings: object,
 ) -> int:
@@ -82,7 +84,7 @@ def submit(
     inner = parse_inner(words, config_path, overrides)
     changes = {name: value for name, value in settings.items() if value is not None}
     resources = read_resources(inner.settled.path, inner.overrides, changes, inner.place_ranks, inner.read)
-    job = make_job(inner, resources, overrides, array)
+    job = make_job(inner, resources, overrides, array, chain)
     script = render_script(job)
     if resources.lacks_cores:
         print(
@@ -111,7 +113,9 @@ def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
     print(f"trtrun: job {number} is submitted; log: {logs}", file=sys.stderr, flush=True)
     if is_followed:
         return _follow(str(number), job.is_server)
-    if job.is_server:
+    if job.chain is not None:
+        print(f"trtrun: {job.chain.name_file} says where it listens, once it does", file=sys.stderr, flush=True)
+    elif job.is_server:
         print(f"trtrun: where it listens, once it does: trtrun status {number}", file=sys.stderr, flush=True)
     print(number)
     return 0
@@ -146,13 +150,15 @@ def status(job: str) -> int:
 @click.argument("job")
 @click.option("--now", is_flag=True, help="End the job at once; without it what is in flight may finish.")
 def cancel(job: str, now: bool) -> int:
-    """End a job so that it loses no finished row: running jobs drain, waiting ones leave the queue.
+    """End a job so that it loses no finished row: running jobs drain, waiting ones leave the queue, as
+    does the next one of a chain.
 
     JOB is a number, or ARRAY_TASK for one task of an array.
     """
-    from launch.jobs.slurm.client import SlurmError, end_jobs, find_jobs, signal_scripts
+    from launch.jobs.slurm.client import SlurmError, end_jobs, find_jobs, find_next, signal_scripts
 
     jobs = [item for item in find_jobs(job) if not (item.has_ended or item.is_ending)]
+    jobs += [item for each in jobs for item in find_next(each.number) if item.is_waiting]
     if not jobs:
         raise SlurmError(f"job {job} has ended already; see: trtrun status {job}")
     # Waiting jobs first: a task that ends must not let the next one start.

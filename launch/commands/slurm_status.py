@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launch.batch.merge import part_path
-from launch.jobs.slurm.client import SlurmJob, read_record
+from launch.jobs.slurm.client import SlurmJob, find_next, read_record
 from launch.jobs.slurm.follow import describe_end, describe_state
 from launch.jobs.slurm.reach import find_served, socket_path
+from launch.serve.handover.name_file import NameFile
 
 
 def show_jobs(jobs: Sequence[SlurmJob]) -> None:
@@ -43,6 +44,7 @@ def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
         yield f"  log      {job.log}"
     if is_server and job.is_running:
         yield from describe_served(job)
+        yield from describe_chain(job, record.get("name_file"))
     output = _output(job, record)
     if output is not None:
         total = f" of {record.get('rows')}" if record.get("parts") is None else ""
@@ -66,6 +68,17 @@ def describe_served(job: SlurmJob) -> Iterator[str]:
     path = None if served is None else socket_path(served.url)
     if path is not None:
         yield f"  there    curl --unix-socket {shlex.quote(path)} http://localhost/v1/models"
+
+
+def describe_chain(job: SlurmJob, name_file: object) -> Iterator[str]:
+    """Which job of a chain has its name, and which one follows."""
+    if not isinstance(name_file, str):
+        return
+    name = NameFile(Path(name_file)).read_name()
+    told = "nothing yet" if name is None else f"job {name.job}, {name.url}"
+    yield f"  name     {name_file} says {told}"
+    for item in find_next(job.number):
+        yield f"  next     {describe_state(item)}"
 
 
 def count_rows(output: Path) -> int:

@@ -23,6 +23,7 @@ from launch.commands.prompts import given_sampling
 from launch.commands.run import data_options, generate_data, merge, run
 from launch.commands.serve import check_extra, check_served, serve
 from launch.commands.train_drafter import train_drafter, train_options
+from launch.jobs.slurm.chain import Chain
 from launch.jobs.slurm.resources import SlurmResources
 from launch.jobs.slurm.script import Array, BatchJob, Word, part_output
 from launch.train.job import place_training_ranks, read_training_values
@@ -43,8 +44,8 @@ COMMANDS: dict[str, click.Command] = {
 }
 """What may be submitted."""
 
-PLACES = {"host", "uds", "http_port", "grpc_port", "metrics_port", "tls_cert"}
-"""Keys of `server` that say where it listens, or that it has ports."""
+PLACES = {"host", "uds", "http_port", "grpc_port", "metrics_port", "tls_cert", "name_file"}
+"""Keys of `server` that say where it listens, or that it has ports: the server that follows may be on another node."""
 
 OF_ROWS = ("run", "generate-data")
 """Those that keep output rows."""
@@ -111,7 +112,13 @@ def _settle(parameters: dict[str, Any]) -> Settled:
     return settle(path, overrides, parameters["speculation"], parameters)
 
 
-def make_job(inner: Inner, resources: SlurmResources, overrides: Sequence[str], array: Array | None) -> BatchJob:
+def make_job(
+    inner: Inner,
+    resources: SlurmResources,
+    overrides: Sequence[str],
+    array: Array | None,
+    chain: int | None = None,
+) -> BatchJob:
     """The batch job of a command, once the command's own mistakes are told.
 
     Raises:
@@ -122,6 +129,8 @@ def make_job(inner: Inner, resources: SlurmResources, overrides: Sequence[str], 
     if array is not None and inner.name != "run":
         other = "; submit its --part" if inner.name == "generate-data" else f"; {inner.name} has none"
         raise click.UsageError(f"--array splits the rows of `run`{other}")
+    if chain is not None:
+        return _make_chain(inner, resources, start, chain)
     if inner.name == "train-drafter":
         resume = () if inner.parameters["resume"] else ("--resume",)
         return BatchJob(resources, [*start, *inner.rest, *resume], Path.cwd(), steps=_check_training(inner, resources))
@@ -142,6 +151,32 @@ def make_job(inner: Inner, resources: SlurmResources, overrides: Sequence[str], 
     if not options.resume:
         rest.append("--resume")
     return BatchJob(resources, [*start, *rest], Path.cwd(), output, rows, array)
+
+
+def _make_chain(inner: Inner, resources: SlurmResources, start: Sequence[str], count: int) -> BatchJob:
+    """The first of several servers of one name, each with free ports: two of them may run on one node.
+
+    Raises:
+        click.UsageError: the command is no server.
+    """
+    if inner.name != "serve":
+        raise click.UsageError(f"--chain is of servers: {inner.name} is none; launch.slurm.requeue goes on with rows")
+    _check_serve(resources)
+    section = resources.config.server
+    added = [
+        word
+        for option in ("http_port", "grpc_port", "metrics_port")
+        if option not in section.model_fields_set and section.uds is None
+        for word in (f"--{option.replace('_', '-')}", "0")
+    ]
+    name_file = section.name_file
+    if name_file is None:
+        name_file = Path(f"{resources.slurm.job_name}.server.json")
+        if name_file.name != str(name_file):
+            raise ConfigError("server.name_file: missing, and no file can be called as launch.slurm.job_name is")
+        added += ["--name-file", str(name_file)]
+    words = [*start, *inner.rest, *added]
+    return BatchJob(resources, words, Path.cwd(), is_server=True, chain=Chain(count, name_file.absolute()))
 
 
 def merge_words(inner: Inner, array: Array) -> list[str]:

@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"application"}),
         frozenset({"api"}),
         frozenset({"frontend"}),
-        frozenset({"metrics"}),
+        frozenset({"metrics", "handover"}),
         frozenset({"engine", "http", "page", "parsing"}),
         frozenset({"admission"}),
     ),

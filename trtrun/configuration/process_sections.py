@@ -163,6 +163,8 @@ class ServerSection(Section):
         http_port: of the APIs and the page; 0 takes a free one.
         grpc_port: of Triton's protocol over gRPC; 0 takes a free one.
         metrics_port: of the metrics for Prometheus; 0 takes a free one.
+        name_file: file that says where the server listens, as JSON; a server that is started with the same one, on this
+            host or on another that sees it, takes it over and goes on with the requests of the one before.
         model_name: what clients call the model. Left out: the name of the target's directory, or `org/name`.
         api_key_file: one key a line, of printable ASCII characters; requests of the APIs need one of them.
         adapter_directory: directory below which adapters may be loaded from while serving (`/v1/load_lora_adapter`),
@@ -210,6 +212,7 @@ class ServerSection(Section):
     http_port: Port = 8000
     grpc_port: Port = 8001
     metrics_port: Port = 8002
+    name_file: FilePath | None = None
     model_name: Line | None = None
     api_key_file: FilePath | None = None
     adapter_directory: FilePath | None = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.exit_codes import ExitCode, status_of_signal
+from launch.jobs.slurm.chain import FOLLOWS
 from launch.jobs.slurm.script import RECORD
 from trtrun.errors import TrtrunError
 
@@ -163,6 +164,19 @@ def read_job(line: str) -> SlurmJob:
         nodes=values["NodeList"],
         log=Path(values["WorkDir"]) / log,
     )
+
+
+def find_next(number: int) -> list[SlurmJob]:
+    """The job that a job of a chain has submitted to follow it, as long as it has not ended; none where there is none.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    done = call(["squeue", "--noheader", f"--user={os.getuid()}", "--Format=JobID:20,Comment:80"])
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    return [
+        job for line in lines if line[1:] and line[1].strip() == f"{FOLLOWS} {number}" for job in find_jobs(line[0])
+    ]
 
 
 def _find_in_accounts(job: str) -> list[SlurmJob]:

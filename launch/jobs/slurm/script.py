@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.jobs.slurm.chain import END, Chain, submit_next
 from launch.jobs.slurm.resources import SlurmResources
 from launch.jobs.slurm.script_parts import PLAIN_BODY, draining_body
 from launch.jobs.slurm.section import SlurmSection
@@ -81,6 +82,7 @@ class BatchJob:
         array: None for a single job.
         is_server: whether the command serves until it is told to end, and then drains.
         steps: file of a training run that gets a line for each step, absolute; None for other commands.
+        chain: of a server that others follow; None for other jobs.
     """
 
     resources: SlurmResources
@@ -91,6 +93,7 @@ class BatchJob:
     array: Array | None = None
     is_server: bool = False
     steps: Path | None = None
+    chain: Chain | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -134,6 +137,7 @@ def render_script(job: BatchJob) -> str:
             'echo "trtrun: $(date +%FT%T) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, '
             'start $((${SLURM_RESTART_COUNT:-0} + 1))"',
         ],
+        [*submit_next(job.chain, job.slurm, _limit(job.slurm))] if job.chain is not None else [],
         ["# launch.slurm.setup", *job.slurm.setup] if job.slurm.setup else [],
         [*_command(job)],
         [_body(job)],
@@ -194,6 +198,8 @@ def _record(job: BatchJob) -> str:
     record = {"output": output, "rows": job.rows, "parts": job.array.count if job.array else None}
     if job.steps is not None:
         record["steps"] = str(job.steps)
+    if job.chain is not None:
+        record["name_file"] = str(job.chain.name_file)
     return json.dumps(record | ({"server": True} if job.is_server else {}))
 
 
@@ -241,7 +247,7 @@ def _body(job: BatchJob) -> str:
     if not job.drains:
         return PLAIN_BODY
     if not (job.goes_on and job.slurm.requeue):
-        return draining_body(drain_seconds)
+        return draining_body(drain_seconds, at_end="" if job.chain is None else END)
     if job.output is None:
         return draining_body(drain_seconds, shlex.quote(str(job.steps)), "steps")
     partial = shlex.quote(f"{job.output}.partial")
@@ -260,7 +266,7 @@ def _check(job: BatchJob) -> None:
     folder = (job.folder / slurm.output).parent
     if "%" not in str(folder) and not folder.is_dir():
         raise ConfigError(f"launch.slurm.output: {folder} does not exist, and Slurm does not make it: make it")
-    limit = parse_time(slurm.time) if slurm.time is not None else None
+    limit = _limit(slurm)
     if job.output is None and slurm.requeue and job.words[0] == "run":
         raise ConfigError("launch.slurm.requeue: only a run with --output FILE.jsonl keeps rows to go on with")
     if not job.drains:
@@ -275,6 +281,11 @@ def _check(job: BatchJob) -> None:
             f"launch.slurm.signal_seconds: a warning of {slurm.signal_seconds} s is too short for "
             f"launch.drain_seconds ({drain_seconds:g}) and {END_SECONDS:g} s to end: raise it, or drain for less"
         )
+
+
+def _limit(slurm: SlurmSection) -> float | None:
+    """Seconds of the time limit; None where there is none."""
+    return parse_time(slurm.time) if slurm.time is not None else None
 
 
 def parse_time(text: str) -> float | None:

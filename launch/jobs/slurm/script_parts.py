@@ -133,7 +133,7 @@ fi
 """
 
 
-def draining_body(drain_seconds: float, counted: str | None = None, what: str = "rows") -> str:
+def draining_body(drain_seconds: float, counted: str | None = None, what: str = "rows", at_end: str = "") -> str:
     """Run the command `job` so that a signal drains it.
 
     Args:
@@ -141,8 +141,9 @@ def draining_body(drain_seconds: float, counted: str | None = None, what: str = 
         counted: put the job back into the queue when Slurm's warning has drained it, as long as it gets on: by the
             lines of this file, quoted for bash. None: never.
         what: its lines stand for.
+        at_end: further bash behind the command.
     """
-    drained, count_before, requeue = int(ExitCode.DRAINED), "", ""
+    drained, count_before, requeue = int(ExitCode.DRAINED), "", at_end
     if counted is not None:
         count_before = _COUNT_BEFORE.format(counted=counted, what=what.capitalize())
         requeue = _REQUEUE.format(drained=drained, what=what, most_idle_starts=MOST_IDLE_STARTS)

@@ -41,6 +41,8 @@ class SlurmSection(Section):
         srun_mpi: value of srun's `--mpi` where the launcher is srun.
         requeue: put the job back into the queue when it was drained before it was done.
         signal_seconds: how long before the time limit Slurm warns the job, so that it drains.
+        chain_lead_seconds: how long before the time limit the next job of a chain (`--chain`) begins: to wait in the
+            queue and to load.
         extra: further sbatch options as they stand, such as `--mail-type=END`.
     """
 
@@ -63,6 +65,7 @@ class SlurmSection(Section):
     srun_mpi: Line | None = None
     requeue: bool = False
     signal_seconds: Annotated[int, Number, Field(ge=1, le=65535)] = 120
+    chain_lead_seconds: Annotated[int, Number, Field(ge=1, le=2**31)] = 1800
     extra: Lines = ()
 
 

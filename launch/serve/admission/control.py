@@ -99,6 +99,7 @@ class AdmissionControl:
         is_open: whether the engine is there.
         is_hanging: whether it is there and does not get on.
         is_closing: whether the server ends: nobody is let in any more.
+        successor: where the server that follows listens; None where none does.
         num_completions, num_requests: in work.
     """
 
@@ -108,6 +109,7 @@ class AdmissionControl:
     is_open: bool = False
     is_hanging: bool = False
     is_closing: bool = False
+    successor: str | None = None
     num_completions: int = 0
     num_requests: int = 0
     _owners: Owners = field(default_factory=Owners)
@@ -130,7 +132,7 @@ class AdmissionControl:
     def check_open(self) -> None:
         """Raise a Refusal while nobody is let in."""
         if self.is_closing:
-            raise server_ending()
+            raise server_ending(self.successor)
         if not self.is_open:
             raise engine_starting()
         if self.is_hanging:
@@ -174,6 +176,10 @@ class AdmissionControl:
                 retry_after=RETRY_SECONDS,
             )
         return Ticket(self, num_completions, of_owner)
+
+    def take_over(self, num_completions: int, owner: str) -> Ticket:
+        """Count a request that another server has let in: it is not refused."""
+        return Ticket(self, num_completions, self._owners.ask(owner))
 
 
 class Ticket:

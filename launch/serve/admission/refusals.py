@@ -115,9 +115,14 @@ def engine_starting() -> Refusal:
     )  # fmt: skip
 
 
-def server_ending() -> Refusal:
-    """What a request is told that comes too late, or is not done when the server's time is over."""
-    return Refusal(Kind.UNAVAILABLE, "the server is ending", code="server_ending", retry_after=RESTART_RETRY_SECONDS)
+def server_ending(successor: str | None = None) -> Refusal:
+    """What a request is told that comes too late, or is not done when the server's time is over.
+
+    Args:
+        successor: where the server that follows listens; None where none does.
+    """
+    line = "the server is ending" + ("" if successor is None else f": send the request again to {successor}")
+    return Refusal(Kind.UNAVAILABLE, line, code="server_ending", retry_after=RESTART_RETRY_SECONDS)
 
 
 def out_of_time(seconds: float) -> Refusal:

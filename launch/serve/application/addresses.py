@@ -117,6 +117,11 @@ class Addresses:
         """Whether its host alone reaches it."""
         return ipaddress.ip_address(self.http.socket.getsockname()[0].partition("%")[0]).is_loopback
 
+    @property
+    def url(self) -> str:
+        """Of the APIs, as this host sees them."""
+        return self._url(self.http) if self.path is None else f"unix://{quote(str(self.path))}"
+
     def describe(self, model_name: str, grpc_port: int, environment: Mapping[str, str]) -> Iterator[str]:
         """The lines that announce the server, which programs read: `launch/jobs/slurm/reach.py` and others.
 
@@ -125,15 +130,12 @@ class Addresses:
             grpc_port: of gRPC, where it has a port.
             environment: of this process.
         """
-        if self.path is not None:
-            url, metrics = f"unix://{quote(str(self.path))}", "/metrics"
-            grpc = f"unix:{quote(str(self.grpc_path))}"
-        else:
+        metrics, grpc = "/metrics", f"unix:{quote(str(self.grpc_path))}"
+        if self.path is None:
             assert self.metrics is not None
-            url, metrics = self._url(self.http), f"{self._url(self.metrics)}/metrics"
-            grpc = f"{self._host}:{grpc_port}"
-        yield f"{model_name} is served at {url}, metrics at {metrics}, gRPC at {grpc}"
-        way = describe_way(url, not self.are_open, environment)
+            metrics, grpc = f"{self._url(self.metrics)}/metrics", f"{self._host}:{grpc_port}"
+        yield f"{model_name} is served at {self.url}, metrics at {metrics}, gRPC at {grpc}"
+        way = describe_way(self.url, not self.are_open, environment)
         if way is not None:
             yield tell_way(way)
 

@@ -19,14 +19,18 @@ from launch.exit_codes import ExitCode
 from launch.jobs.logs import FILE_ONLY
 from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
+from launch.jobs.slurm.reach import describe_way
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.admission.refusals import server_ending
 from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.application.addresses import Addresses
 from launch.serve.application.http_server import HttpServer, make_application, make_metrics_application
 from launch.serve.application.parts import make_parts
+from launch.serve.engine.client import EngineClient
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
 from launch.serve.frontend.coalescing import bound_threads
+from launch.serve.handover.handover import Handover
+from launch.serve.handover.name_file import describe_server
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
@@ -142,6 +146,7 @@ class _Server:
         self._admission, self._metrics = self._frontend.admission, self._frontend.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
+        self._handover = Handover(spec.config, running.engine, self._admission, self._use, say)
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
@@ -169,15 +174,13 @@ class _Server:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
                 self._begin_to_measure(loop)
-                for line in self._addresses.describe(self._frontend.model_name, grpc.port, os.environ):
-                    say(line)
-                if self._sampling:
-                    say(describe_generation_defaults(self._sampling))
+                await self._take_name(grpc.port)
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain(keeping) if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
-            self._running.engine.end_all(server_ending())
+            await self._handover.close()
+            self._end_all()
             self._parsers.close()  # requests that are being read are told so, too
             self._addresses.remove_files()
             for server in servers:
@@ -211,11 +214,23 @@ class _Server:
             loop.stalls.begin()
             self._metrics.ask_longest_stall(lambda: loop.stalls.longest)
 
+    async def _take_name(self, grpc_port: int) -> None:
+        """Say where this server is, and that it is the one of its name."""
+        addresses, model = self._addresses, self._frontend.model_name
+        for line in addresses.describe(model, grpc_port, os.environ):
+            say(line)
+        if self._sampling:
+            say(describe_generation_defaults(self._sampling))
+        way = describe_way(addresses.url, not addresses.are_open, os.environ)
+        name = describe_server(model, addresses.url, way, not addresses.are_open, os.environ)
+        await self._handover.take_name(name, not addresses.are_open)
+
     async def _drain(self, keeping: asyncio.Task[int]) -> bool:
         """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
         self._admission.is_closing = True
         seconds = self._config.launch.drain_seconds
+        self._handover.end()
         if self._admission.num_requests:
             name = signal.Signals(self._stopped_by).name
             say(
@@ -234,12 +249,22 @@ class _Server:
         if keeping.done():
             self._admission.is_closing = True
             return keeping.result()
-        self._running.engine.end_all(server_ending())
+        self._end_all()
         await self._running.close()
         await keeping
         if not is_whole:
             say("drained: the requests that were left have ended with an error")
         return ExitCode.DONE if is_whole else ExitCode.DRAINED
+
+    def _end_all(self) -> None:
+        """End every request, wherever it goes on, with an error that says where to go."""
+        for client in (self._handover.client, self._running.engine):
+            client.end_all(server_ending(self._admission.successor))
+
+    def _use(self, client: EngineClient) -> None:
+        """New requests go to this engine: the own one, or the server that follows."""
+        self._frontend.client = client
+        self._admission.is_open = client.ready is not None
 
     def _hear(self, number: int) -> None:
         """The first signal drains; a SIGINT or SIGTERM after it ends."""
@@ -257,10 +282,12 @@ class _Server:
 
     def _engine_is_there(self) -> None:
         self._admission.is_open = True
+        self._handover.note_ready()
         self._is_ready.set()
 
     def _engine_is_gone(self) -> None:
-        self._admission.is_open = self._admission.is_hanging = False
+        self._admission.is_open = self._handover.hand_over()
+        self._admission.is_hanging = False
         self._metrics.count_loss()
 
     def _engine_hangs(self, line: str) -> None:

@@ -52,6 +52,10 @@ class AdapterRegistry:
         """Make the registry of a configuration."""
         return cls(tuple(names), dict.fromkeys(names))
 
+    def copy(self) -> AdapterRegistry:
+        """The same for another engine, which has none of them but those of the configuration."""
+        return AdapterRegistry(self.configured, dict(self.offered), dict(self.dropped))
+
     @property
     def names(self) -> list[str]:
         """Names that requests may ask for."""

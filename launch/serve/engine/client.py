@@ -74,7 +74,10 @@ class EngineClient:
         on_faulty_request: called with the numbers of engines that a request has ended, which is given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "request") -> None:
+        """Begin without an engine; `name` begins the ids of its requests, which no other client's have."""
+        self._name = name
+        self._heir: EngineClient | None = None
         self.ready: Ready | None = None
         self.limits: SchedulerLimits | None = None
         self.adapters = AdapterRegistry()
@@ -129,8 +132,8 @@ class EngineClient:
         """
         ids: list[str] = []
         for number, request in enumerate(requests):
-            request_id = f"request {next(self._ids)}"
-            generated: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
+            request_id = f"{self._name} {next(self._ids)}"
+            generated = {index: list(tokens) for index, tokens in request.going_on().items()}
             group = ids[0] if ids else request_id
             opened = OpenRequest(request_id, number, request, inbox, generated, group)
             self._requests[request_id] = opened
@@ -144,6 +147,20 @@ class EngineClient:
             if self._requests.pop(request_id, None) is not None:
                 self._send(Abort(request_id=request_id))
                 self._go_on_behind(request_id)
+            elif self._heir is not None:
+                self._heir.abort([request_id])
+
+    def move_to(self, other: EngineClient) -> int:
+        """Have another client's engine go on with all requests, behind the tokens that they have; returns how many."""
+        moved = list(self._requests.values())
+        self._heir, other._heir = None, None
+        self.abort([opened.request_id for opened in moved])
+        self._heir = other
+        for opened in moved:
+            opened.leave_engine()
+            other._requests[opened.request_id] = opened
+            other._submit(opened)
+        return len(moved)
 
     def end_all(self, error: Refusal) -> None:
         """End every request with an error that its reader is told."""

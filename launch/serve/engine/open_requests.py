@@ -37,11 +37,17 @@ class EngineRequest:
         prompt_token_ids: checked against the model and the engine's limits.
         sampling: with a seed, so that another engine goes on with the same tokens.
         owner: who asks, by which rows are shared first.
+        generated: output tokens of each completion that goes on; None where all begin.
     """
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     owner: str | None = None
+    generated: Mapping[int, Sequence[int]] | None = None
+
+    def going_on(self) -> Mapping[int, Sequence[int]]:
+        """The completions that go on, with their tokens so far."""
+        return dict.fromkeys(range(self.sampling.n), ()) if self.generated is None else self.generated
 
 
 class Inbox:
@@ -148,13 +154,17 @@ class OpenRequest:
         return logits if known <= 0 else logits.behind(known)
 
     def lose_engine(self, engine: int, was_alone: bool) -> None:
-        """The engine of this number is gone: the next one counts from zero."""
-        self.before = dict(self.reported)
+        """The engine of this number is gone."""
+        self.leave_engine()
         self.lost.append(engine)
-        self.num_context = 0
-        self.is_given_back = True
         if was_alone:
             self.lost_alone.add(engine)
+
+    def leave_engine(self) -> None:
+        """Another engine goes on with the request, which counts from zero."""
+        self.before = dict(self.reported)
+        self.num_context = 0
+        self.is_given_back = True
 
 
 def has_progress(delta: CompletionDelta) -> bool:

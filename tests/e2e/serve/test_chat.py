@@ -21,6 +21,7 @@ import pytest
 from servers import Server
 
 from launch.chat.client import ChatClient
+from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName
 from trtrun.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)
@@ -121,8 +122,10 @@ def test_a_conversation_on_a_terminal_and_an_answer_that_is_stopped(server: Serv
 
 def test_lines_of_a_pipe_are_messages_of_one_conversation(server: Server, tmp_path: Path) -> None:
     typed = "def main(\nagain\n/retry\n/clear\n//def main(\n/nothing\n"
+    name = ServedName(url=server.url, host="here", model="pair", since="now")
+    NameFile(tmp_path / "name.json").take(name, DoorAddress(hosts=(), port=1, token="t"))
     done = subprocess.run(
-        [*CHAT, "--url", server.url, *GREEDY, "--max-tokens", "12"],
+        [*CHAT, "--url", str(tmp_path / "name.json"), *GREEDY, "--max-tokens", "12"],
         input=typed, capture_output=True, text=True, timeout=PATIENCE, env=environment(tmp_path), check=True,
     )  # fmt: skip
     told: list[dict[str, str]] = [{"role": "user", "content": "def main("}]
@@ -137,6 +140,7 @@ def test_lines_of_a_pipe_are_messages_of_one_conversation(server: Server, tmp_pa
 def test_a_server_of_its_own_begins_and_ends_with_the_conversation(pair: Path, server: Server, tmp_path: Path) -> None:
     words = [*CHAT, str(pair / "target"), "--draft", str(pair / "draft"), "--devices", "cpu:0", *GREEDY]
     words += ["--max-tokens", "12", "--set", "kv_cache.max_tokens=4096", "--set", "speculation.pacing=fixed"]
+    words += ["--set", f"server.name_file={tmp_path / 'name.json'}"]  # which is another server's
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(tmp_path),
@@ -148,6 +152,7 @@ def test_a_server_of_its_own_begins_and_ends_with_the_conversation(pair: Path, s
         told = process.stdout.readline()
         assert answer_of(server, [{"role": "user", "content": "def main("}], 12).startswith(told.rstrip("\n"))
         (worker,) = children_of(process.pid)
+        assert not (tmp_path / "name.json").exists()
         rest = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0 and "12 tokens" in rest[1]
         assert not Path(f"/proc/{worker}").exists()
