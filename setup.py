@@ -22,6 +22,9 @@ TRAIN = ["transformers>=5,<6", "matplotlib>=3.9,<4"]
 # What a tokenizer.model without a tokenizer.json is read with. Newer ones want a protobuf that Triton's client refuses.
 SENTENCEPIECE = ["transformers>=5,<6", "sentencepiece>=0.2,<0.2.2", "protobuf>=5"]
 
+# What makes a site of docs/ (mkdocs.yml).
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]
+
 setup(
     name="trtrun",
     version="0.1.0",
@@ -60,6 +63,7 @@ setup(
         "serve": SERVE,
         "train": TRAIN,
         "sentencepiece": SENTENCEPIECE,
+        "docs": DOCS,
         "cuda12": ["cupy-cuda12x>=13.6", "nvidia-nccl-cu12>=2.27"],
         "cuda13": ["cupy-cuda13x>=13.6", "nvidia-nccl-cu13>=2.27"],
         "test": [
@@ -69,6 +73,7 @@ setup(
             "pytest-xdist>=3.6",
             *TRAIN,
             *SENTENCEPIECE,
+            *DOCS,
             "hypothesis>=6.100",
             "ruff>=0.11",
             "mypy>=1.15",
