@@ -99,7 +99,8 @@ def test_pages_show_what_a_checkout_shows(site: Path, pages: dict[Path, PageRead
     """Not all that renders Markdown takes the same text for a list, a table or a block of code."""
     markdown = MarkdownIt("commonmark").enable("table")
     places = {page.relative_to(ROOT / "docs"): page for page in (ROOT / "docs").rglob("*.md")}
-    places |= {Path(name.lower()): ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
+    outside = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "examples").rglob("*.md")]
+    places |= {Path(str(page.relative_to(ROOT)).lower()): page for page in outside}
     places[Path("index.md")] = ROOT / "README.md"
     for place, written in places.items():
         html = markdown.render(written.read_text(encoding="utf-8"))
