@@ -64,7 +64,7 @@ def written(path: str) -> str:
     if path.endswith(".md"):
         return (ROOT / path).read_text(encoding="utf-8")
     files = sorted(file for file in (ROOT / path).iterdir() if file.is_file()) if (ROOT / path).is_dir() else []
-    parts = [f"# {path}\n"]
+    parts = [f"---\nsearch: {{boost: 0.3}}\n---\n\n# {path}\n"]  # found below what explains it
     for file in files or [ROOT / path]:
         heading = f"## {file.name}\n\n" if files else ""
         text = file.read_text(encoding="utf-8").rstrip("\n")

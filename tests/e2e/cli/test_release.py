@@ -13,7 +13,7 @@ from commands import ROOT, command_environment
 from trtrun import __version__
 
 PACKAGES = ("launch", "parallel", "trtrun")
-pytest.importorskip("build", reason="needs the extra release: build and twine")
+pytest.importorskip("twine", reason="needs the extra release: build and twine")
 
 
 def test_the_release_is_built_and_its_wheel_works(tmp_path: Path) -> None:
