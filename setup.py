@@ -1,10 +1,12 @@
 """What trtrun installs: three packages (launch, trtrun, parallel), their data files and the `trtrun` command."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
+VERSION = re.findall(r'^__version__ = "(.*)"$', (README.parent / "trtrun/__init__.py").read_text("utf-8"), re.M)[0]
 
 # What `trtrun serve` is made of; launch/commands/serve.py says which of them are missing.
 SERVE = [
@@ -22,9 +24,15 @@ TRAIN = ["transformers>=5,<6", "matplotlib>=3.9,<4"]
 # What a tokenizer.model without a tokenizer.json is read with. Newer ones want a protobuf that Triton's client refuses.
 SENTENCEPIECE = ["transformers>=5,<6", "sentencepiece>=0.2,<0.2.2", "protobuf>=5"]
 
+# What makes a site of docs/ (mkdocs.yml).
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]
+
+# What scripts/release.sh builds and checks with.
+RELEASE = ["build>=1.2", "twine>=6", "setuptools>=77"]
+
 setup(
     name="trtrun",
-    version="0.1.0",
+    version=VERSION,
     description="MPI-native runtime for lossless speculative decoding of large language models",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
@@ -60,6 +68,8 @@ setup(
         "serve": SERVE,
         "train": TRAIN,
         "sentencepiece": SENTENCEPIECE,
+        "docs": DOCS,
+        "release": RELEASE,
         "cuda12": ["cupy-cuda12x>=13.6", "nvidia-nccl-cu12>=2.27"],
         "cuda13": ["cupy-cuda13x>=13.6", "nvidia-nccl-cu13>=2.27"],
         "test": [
@@ -69,6 +79,8 @@ setup(
             "pytest-xdist>=3.6",
             *TRAIN,
             *SENTENCEPIECE,
+            *DOCS,
+            *RELEASE,
             "hypothesis>=6.100",
             "ruff>=0.11",
             "mypy>=1.15",

@@ -74,6 +74,8 @@ ssh openssh-client
 ip iproute2
 mpirun.openmpi openmpi-bin
 chromium chromium
+nginx nginx-light
+haproxy haproxy
 openssl openssl
 curl curl"
 

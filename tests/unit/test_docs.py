@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "trtrun/kernels/cpu/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 SHORT = ("README.md", "docs/architecture.md", "docs/configuration.md", "docs/performance.md", "docs/python.md")
 MOST_WORDS = 120
@@ -62,7 +63,7 @@ def dead_links(page: Path) -> Iterator[str]:
 @cache
 def files_by_name() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for folder in ("docs", "launch", "parallel", "scripts", "tests", "trtrun"):
+    for folder in ("docs", "examples", "launch", "parallel", "scripts", "tests", "trtrun"):
         for path in (ROOT / folder).rglob("*.*"):
             found.setdefault(path.name, []).append(name_of(path))
     return found

@@ -29,7 +29,12 @@ from trtrun.start.job_spec import JobSpec
 
 HOUSES = ("launch", "trtrun", "parallel")
 SOURCES = sorted(path for house in HOUSES for path in (ROOT / house).rglob("*.py"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 
 ABOUT_OTHERS = ROOT / "docs" / "migrate-from-triton.md"
 FILES_OF_OTHERS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,6 +45,14 @@ def command_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """This process's environment with one thread a rank, and this checkout's code."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(extra or {})}
+
+
+def environment_with(command: list[str], folder: Path) -> dict[str, str]:
+    """As of other commands, with `trtrun` on PATH, which is what `command` starts."""
+    script = folder / "trtrun"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    return command_environment({"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"})
 
 
 def with_fault(fault: str) -> dict[str, str]:

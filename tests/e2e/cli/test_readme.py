@@ -22,7 +22,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from commands import ROOT, command_environment, forked_command_words
+from commands import ROOT, environment_with, forked_command_words
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(kind, text) for kind, text in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
@@ -35,14 +35,6 @@ CURLS = [line for line in LINES if line.startswith("curl ")]
 PREPARATIONS = [line for line in LINES if line.startswith("echo ")]
 PATIENCE = 150.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
-
-
-def environment_with(command: list[str], folder: Path) -> dict[str, str]:
-    """As of other commands, with `trtrun` on PATH, which is what `command` starts."""
-    script = folder / "trtrun"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
-    script.chmod(0o755)
-    return command_environment({"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"})
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,9 @@ ask for them; and cancels."""
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import PATIENCE, Server, wait_until
+from servers import PATIENCE, ROOT, Server, wait_until
 
 from trtrun import LLM, SamplingParams
 from trtrun.core.outputs import RequestOutput
@@ -300,3 +303,10 @@ def test_a_small_request_does_not_wait_behind_many_streams_of_another_client(ser
             assert answer.status_code == 200
         assert server.metrics()[name] - before.get(name, 0) == 2
     server.wait_idle()
+
+
+def test_the_example_of_the_client_runs(server: Server) -> None:
+    words = [sys.executable, str(ROOT / "examples" / "openai_client.py"), server.url]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout[done.stdout.rindex("{") :])["size"] in ("small", "large")

@@ -26,6 +26,7 @@ from trtrun.timing.telemetry import RunStatistics
 
 LEFT_OUT = {"nv_gpu_", "vllm:iteration_tokens_total"}
 """Which the page of docs says that there are none of."""
+NAMES = r"\b(?:vllm|trtrun):\w+|\bnv_\w+"
 
 ROOT = Path(__file__).resolve().parents[4]
 READY = messages.Ready(version="1", config_hash="h", limits=asdict(LIMITS), memory={"cpu": 5, "gpu": 7})
@@ -338,15 +339,16 @@ def test_the_dashboard_asks_for_what_is_exposed_and_the_page_of_docs_has_every_n
     for panel in panels:
         assert panel["description"].endswith(".") and panel["targets"], panel["title"]
         for target in panel["targets"]:
-            names = set(re.findall(r"\b(?:vllm|trtrun):\w+|\bnv_\w+", target["expr"]))
+            names = set(re.findall(NAMES, target["expr"]))
             assert names and names <= exposed, (panel["title"], names - exposed)
             assert target["expr"].count("(") == target["expr"].count(")")
+            assert target["expr"].count('instance=~"$instance"') == len(re.findall(NAMES, target["expr"]))
             asked = set(re.findall(r'(\w+)=~?"', target["expr"])) | set(
                 re.findall(r"{{(\w+)}}", target["legendFormat"])
             )
             for group in re.findall(r"\b(?:by|ignoring) \(([^)]*)\)", target["expr"]):
                 asked |= {label.strip() for label in group.split(",")}
-            told = set().union(*(labels.get(name, set()) for name in names))
+            told = {"instance"}.union(*(labels.get(name, set()) for name in names))  # Prometheus says whose it is
             assert asked <= told, (panel["title"], asked - told)
     page = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"(?:\bvllm|\btrtrun):[a-z]\w+|\bnv_\w+", page)) - LEFT_OUT
