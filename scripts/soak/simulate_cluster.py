@@ -73,14 +73,14 @@ def summarize(results: Sequence[ServerResult], seconds: float) -> dict[str, Any]
     return {
         "first_token_s": _percentiles(first),
         "tokens_per_s": _percentiles(speeds, falling=True),
-        "tokens_per_s_of_all": round(sum(result.num_tokens for result in results) / seconds),
+        "tokens_per_s_of_all": round(sum(result.num_tokens / max(seconds, result.ended) for result in results)),
         "refused": sum(result.num_refused for result in results),
         "reused_share": round(_share(results, "num_reused", "num_prompt_tokens"), 3),
         "rows_taken_back": sum(result.num_preemptions for result in results),
         "most_waiting": max(result.most_waiting for result in results),
         "most_blocks": max(result.most_blocks for result in results),
         "worst_median_first_token_s": round(max(medians, default=0.0), 3),
-        "most_pieces_a_second": round(max(result.num_pieces for result in results) / seconds),
+        "most_pieces_a_second": round(max(result.num_pieces / max(seconds, result.ended) for result in results)),
         "host_ms_a_round": round(1e3 * sum(result.host_seconds for result in results) / max(1, rounds), 3),
         "ms_a_round": round(1e3 * sum(result.busy_s for result in results) / max(1, rounds), 1),
     }

@@ -89,6 +89,7 @@ class ServerResult:
         num_preemptions: rows that were taken back, where blocks were short or others had none.
         num_rounds, busy_s: how many there were, and how long they took.
         host_seconds: of this machine's core, for the scheduler alone.
+        ended: when the last request did.
     """
 
     first_token_s: list[float] = field(default_factory=list)
@@ -104,6 +105,7 @@ class ServerResult:
     num_rounds: int = 0
     busy_s: float = 0.0
     host_seconds: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass
@@ -151,6 +153,7 @@ class SimulatedServer:
             else:
                 break
         self.scheduler.idle_is_whole()
+        result.ended = now
         return result
 
     def _add(self, number: int) -> None:

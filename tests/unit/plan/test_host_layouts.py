@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from family_checkpoints import write_family
 
 from launch.cli import cli
+from launch.commands.inspect_job import plan
 from launch.jobs.check.report import CheckReport, LinkReport, report_json
 from launch.jobs.plan import round_traffic
-from launch.jobs.plan.link_speeds import LinkSpeed, LinkSpeeds, read_check
+from launch.jobs.plan.link_speeds import BETWEEN_HOSTS, IN_A_HOST, LinkSpeed, LinkSpeeds, read_check
 from launch.jobs.plan.round_traffic import Group, forward_traffic
 from parallel.probe import Timing
 from parallel.transports.nccl import GATHERED_BYTES
@@ -154,6 +156,8 @@ def test_one_host_and_options_without_their_flag_are_refused(tmp_path: Path) -> 
     one = {**TWO_HOSTS, "target": {"model": "asset:target", "devices": {"node1": [0]}}}
     with pytest.raises(ConfigError, match="the devices are on one host"):
         run(tmp_path, one)
+    choices = {option.name: option.type.choices for option in plan.params if isinstance(option.type, click.Choice)}
+    assert {*choices["link"]} == {*BETWEEN_HOSTS} and {*choices["within"]} == {*IN_A_HOST}
     file = tmp_path / "job.json"
     done = CliRunner().invoke(cli, ["plan", "--config", str(file), "--rows", "4"])
     assert done.exit_code == 2 and "--rows goes with --hosts" in done.output
