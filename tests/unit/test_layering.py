@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "launch.serve": (
         frozenset({"application"}),
+        frozenset({"batches"}),
         frozenset({"api"}),
         frozenset({"frontend"}),
         frozenset({"metrics"}),

@@ -18,11 +18,16 @@ from launch.serve.api.anthropic.api import MessagesApi
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
 from launch.serve.api.kserve.service import KServeService
-from launch.serve.api.openai.api import OpenAIApi
+from launch.serve.api.openai.api import OpenAIApi, error_body
 from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
 from launch.serve.application.chat_formats import told_formats
 from launch.serve.application.request_parser import RequestParser
 from launch.serve.application.status import StatusBoard, metrics_route
+from launch.serve.batches.api import BatchApi
+from launch.serve.batches.jobs import RowAnswerer
+from launch.serve.batches.runner import BatchRunner
+from launch.serve.batches.store import BatchStore, prepare_directory
+from launch.serve.batches.turns import RowTurns
 from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
@@ -56,6 +61,7 @@ class Parts:
         routes: of the HTTP port.
         servicer: of the gRPC port.
         sampling: the model's, where requests do not say it.
+        batches: runs batches; None where the server has no directory for them.
     """
 
     frontend: Frontend
@@ -63,6 +69,7 @@ class Parts:
     routes: tuple[Route, ...]
     servicer: KServeServicer
     sampling: Mapping[str, Any]
+    batches: BatchRunner | None
 
 
 def model_name(config: RuntimeConfig) -> str:
@@ -125,17 +132,30 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     kserve = KServeService(frontend, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
     chats = OpenAIApi(frontend, keys, bodies)
+    batches = _make_batches(section, chats, frontend)
     routes = (
         *chats.routes(),
         *MessagesApi(chats, frontend, keys, bodies).routes(),
         *TokenApi(frontend, keys, bodies).routes(),
+        *BatchApi(batches, keys, bodies, name, section.max_batch_file_bytes).routes(),
         *AdapterApi(AdapterDesk.of(frontend, section), keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),
         *StatusBoard(frontend, spec, keys, template is not None).routes(),
         *page_routes(),
         metrics_route(frontend, keys),
     )
-    return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), defaults)
+    return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), defaults, batches)
+
+
+def _make_batches(section: ServerSection, chats: OpenAIApi, frontend: Frontend) -> BatchRunner | None:
+    """What runs batches, and tells the metrics of their rows."""
+    if section.batch_directory is None:
+        return None
+    store = BatchStore(prepare_directory(section.batch_directory))
+    answerer = RowAnswerer(RowTurns(frontend.admission), chats.answer_row, error_body, section.max_body_bytes)
+    runner = BatchRunner(store, answerer)
+    frontend.metrics.ask_batch_rows(lambda: (runner.num_running, runner.num_waiting))
+    return runner
 
 
 def _say_unseen_tools(section: ServerSection, template: ChatTemplate | None) -> None:

@@ -152,6 +152,7 @@ class _Server:
         self._admission, self._metrics = self._frontend.admission, self._frontend.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
+        self._batches = parts.batches
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
@@ -170,6 +171,8 @@ class _Server:
             HttpServer(make_metrics_application(self._frontend), metrics, section, METRICS_CONNECTIONS),
         )
         self._parsers.start()
+        if self._batches is not None:
+            self._batches.start()
         serving = asyncio.gather(*(server.run_here() for server in servers))
         events = EngineEvents(
             on_ready=self._engine_is_there,
@@ -191,6 +194,7 @@ class _Server:
             is_whole = await self._drain(keeping) if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
+            await self._leave_batches()
             self._running.engine.end_all(server_ending())
             self._parsers.close()  # requests that are being read are told so, too
             for server in servers:
@@ -227,6 +231,7 @@ class _Server:
         """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
         self._admission.is_closing = True
+        await self._leave_batches()
         seconds = self._config.launch.drain_seconds
         if self._admission.num_requests:
             name = signal.Signals(self._stopped_by).name
@@ -240,6 +245,11 @@ class _Server:
             emptying.cancel()
             return False
         return await emptying
+
+    async def _leave_batches(self) -> None:
+        """Leave the rows of batches that are in work to the server that is started next."""
+        if self._batches is not None:
+            await self._batches.close()
 
     async def _end(self, keeping: asyncio.Task[int], is_whole: bool) -> int:
         """End the engine, or take note of its end."""
