@@ -46,7 +46,7 @@ from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
 from trtrun.loading.model_settings import sampling_defaults
 from trtrun.start.job_spec import JobSpec
-from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
+from trtrun.tokens.text import Tokenizer, hash_tokenizer_files, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -95,27 +95,8 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     admission = AdmissionControl(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
     metrics = FrontendMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
-    defaults = sampling_defaults(config)
-    tool_format, reasoning_format = told_formats(section, template)
     _say_unseen_tools(section, template)
-    facts = Facts(
-        tokenizer=None if tokenizer is None else str(directory),
-        tokenizer_hash=tokenizer_hash,
-        template=None if template is None else template.source,
-        template_tokens={} if template is None else template.tokens,
-        tool_template=None if template is None else template.tool_source,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
-        model_name=name,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        draft_len=config.draft_len,
-        excludes_prompt=section.exclude_input_in_output,
-        max_batch_size=config.scheduler.max_batch_size,
-        lora_tasks=tuple(config.adapters),
-        sampling_defaults=defaults,
-        refuses_unseen_tools=section.tools_unseen == "refuse",
-    )
+    facts = make_facts(spec, name, tokenizer, template, tokenizer_hash)
     # What the event loop parses itself is no chat: no template is compiled there.
     in_loop = RequestParser(msgspec.structs.replace(facts, template=None, tool_template=None), tokenizer)
     parsers = Parsers(facts, section.max_body_bytes, in_loop)
@@ -144,7 +125,44 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
         *page_routes(),
         metrics_route(frontend, keys),
     )
-    return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), defaults, batches)
+    return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), facts.sampling_defaults, batches)
+
+
+def make_facts(
+    spec: JobSpec, name: str, tokenizer: Tokenizer | None, template: ChatTemplate | None, tokenizer_hash: str = ""
+) -> Facts:
+    """What reading requests takes of a model.
+
+    Args:
+        spec: of the model.
+        name: what clients call it.
+        tokenizer: None where there is none.
+        template: of chats; None where there is none.
+        tokenizer_hash: see Facts.
+
+    Raises:
+        TrtrunError: what the model says of sampling is wrong, or there is no parser of a name that the section has.
+    """
+    config, model, section = spec.config, spec.target, spec.config.server
+    tool_format, reasoning_format = told_formats(section, template)
+    return Facts(
+        tokenizer=None if tokenizer is None else str(config.tokenizer or config.target.model),
+        tokenizer_hash=tokenizer_hash,
+        template=None if template is None else template.source,
+        template_tokens={} if template is None else template.tokens,
+        tool_template=None if template is None else template.tool_source,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+        model_name=name,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        draft_len=config.draft_len,
+        excludes_prompt=section.exclude_input_in_output,
+        max_batch_size=config.scheduler.max_batch_size,
+        lora_tasks=tuple(config.adapters),
+        sampling_defaults=sampling_defaults(config),
+        refuses_unseen_tools=section.tools_unseen == "refuse",
+    )
 
 
 def _make_batches(section: ServerSection, chats: OpenAIApi, frontend: Frontend) -> BatchRunner | None:

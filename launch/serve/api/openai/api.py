@@ -181,9 +181,9 @@ class OpenAIApi:
         if found is None:
             found = await wait(self._frontend.read(kind, body, arrived))
         assert isinstance(found, ParsedRequest | UnencodedRequest)
-        answering = _answering_of(found)
-        if answering.stream and not may_stream:
-            raise Refusal(Kind.INVALID, "stream: rows of a batch are answered as a whole: leave it out", "stream")
+        answering = answering_of(found)
+        if not may_stream:
+            check_row(answering)
         generation = await self._frontend.begin(found, arrived)
         counted.num_inferences = len(found.prompts) * answering.sampling.n
         counted.enter(Stage.INFER)
@@ -268,6 +268,12 @@ async def _wait(work: Coroutine[Any, Any, T]) -> T:
     return await work
 
 
+def check_row(answering: Answering) -> None:
+    """Raise a Refusal where a row of a batch wants an answer that no file has."""
+    if answering.stream:
+        raise Refusal(Kind.INVALID, "stream: rows of a batch are answered as a whole: leave it out", "stream")
+
+
 def in_words_of(kind: str, refusal: Refusal) -> Refusal:
     """A refusal that names the field of a chat that its prompt was made of."""
     if refusal.field == "prompt" and kind != "completion":
@@ -275,7 +281,7 @@ def in_words_of(kind: str, refusal: Refusal) -> Refusal:
     return refusal
 
 
-def _answering_of(found: ParsedRequest | UnencodedRequest) -> Answering:
+def answering_of(found: ParsedRequest | UnencodedRequest) -> Answering:
     """How a request is to be answered, whoever has parsed it."""
     if isinstance(found, UnencodedRequest):
         assert isinstance(found.others, Answering)
