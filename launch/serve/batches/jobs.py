@@ -58,7 +58,7 @@ class RowAnswerer:
                     return ERRORS, row_not_run(row.custom_id, "request_timeout", str(refusal))
                 if refusal.kind not in (Kind.BUSY, Kind.UNAVAILABLE):
                     return ERRORS, refused_row(row.custom_id, refusal, self.describe(refusal))
-                await asyncio.sleep(refusal.retry_after or RESTART_RETRY_SECONDS)
+                await asyncio.sleep(RESTART_RETRY_SECONDS if refusal.retry_after is None else refusal.retry_after)
             except Exception:
                 logger.exception("a row of a batch")
                 failed = Refusal(Kind.FAILED, "the server failed; its log says how")
