@@ -20,7 +20,6 @@ class RowTurns:
 
     Attributes:
         num_running: rows that have begun.
-        num_waiting: batches whose next row waits.
     """
 
     def __init__(self, admission: AdmissionControl) -> None:

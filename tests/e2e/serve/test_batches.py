@@ -13,12 +13,16 @@ import openai
 import pytest
 from servers import ONE_PROCESS, PATIENCE, Server, serving, wait_until, write_config
 
-from trtrun import LLM, SamplingParams
+from launch.batch.complete import complete_rows
+from launch.batch.input import InputRows
+from launch.batch.journal import RowJournal
+from trtrun import LLM
 
 pytestmark = pytest.mark.timeout(400)
 PROMPTS = [f"def number_{number}(" for number in range(16)]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
 FIRST = {"authorization": "Bearer first"}
+OWN = ("id", "created", "metrics")
 WRONG: dict[str, dict[str, Any]] = {
     "unknown field": {"prompt": "x", "temprature": 1},
     "streamed": {"prompt": "x", "stream": True},
@@ -57,6 +61,24 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
     found = {line["custom_id"]: line for line in lines}
     assert len(found) == len(lines)
     return found
+
+
+def told_of(line: Any) -> tuple[int, Any]:
+    """Status and body of a line, without what is of no two answers."""
+    body = {name: value for name, value in line["response"]["body"].items() if name not in OWN}
+    return line["response"]["status_code"], body
+
+
+def rows_of_run(llm: LLM, folder: Path, rows: list[str]) -> dict[str, tuple[int, Any]]:
+    """What `trtrun run` writes for the same rows."""
+    prompts, output = folder / "prompts.jsonl", folder / "out.jsonl"
+    prompts.write_text("\n".join(rows))
+    inputs = InputRows((), prompts)
+    journal = RowJournal(str(output), inputs, resume=False)
+    complete_rows(llm, inputs, journal, lambda: None)
+    journal.close()
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    return {line["custom_id"]: told_of(line) for line in lines}
 
 
 def test_a_batch_goes_on_behind_a_kill_and_belongs_to_its_key(pair: Path, tmp_path: Path, llm: LLM) -> None:
@@ -102,12 +124,11 @@ def test_a_batch_goes_on_behind_a_kill_and_belongs_to_its_key(pair: Path, tmp_pa
         assert {line["custom_id"]: line["id"] for line in done}.items() <= {
             name: line["id"] for name, line in found.items()
         }.items()
-        texts = [one.completions[0].text for one in llm.generate(PROMPTS, SamplingParams(**GREEDY))]
-        told = [found[prompt]["response"] for prompt in PROMPTS]
-        assert [one["body"]["choices"][0]["text"] for one in told] == texts
-        assert {one["status_code"] for one in told} == {200}
+        written = rows_of_run(llm, tmp_path, rows)
+        assert {name: told_of(line) for name, line in found.items()} == {name: written[name] for name in PROMPTS}
+        assert {status for status, _ in written.values()} == {200, 400}
         wrong = lines_of(client, batch.error_file_id)
-        assert {name: line["response"]["status_code"] for name, line in wrong.items()} == dict.fromkeys(WRONG, 400)
+        assert {name: told_of(line) for name, line in wrong.items()} == {name: written[name] for name in WRONG}
         assert "did you mean 'temperature'" in wrong["unknown field"]["response"]["body"]["error"]["message"]
         assert client.files.retrieve(batch.output_file_id).expires_at <= time.time() + 3600
 
@@ -137,11 +158,19 @@ def test_a_batch_goes_on_behind_a_kill_and_belongs_to_its_key(pair: Path, tmp_pa
         assert {line["error"]["code"] for line in left.values()} == {"batch_cancelled"}
         assert len(left) + cancelled.request_counts.completed == 8
 
+        # Responses: as trtrun run answers them.
+        response = row("response", "/v1/responses", input="x", temperature=0, max_output_tokens=8)
+        third = wait_for(client, begin(client, upload(client, response), endpoint="/v1/responses"), "completed")
+        (answer,) = lines_of(client, third.output_file_id).values()
+        status, body = rows_of_run(llm, tmp_path, [response])["response"]
+        assert (answer["response"]["status_code"], status) == (200, 200)
+        assert answer["response"]["body"]["output"][0]["content"] == body["output"][0]["content"]
+
         # A file with a wrong line is no batch.
         wrong_file = upload(client, rows[0], "{", rows[0], row("x", "/v1/chat/completions"))
         failed = wait_for(client, begin(client, wrong_file), "failed")
         assert [(error.line, error.code) for error in failed.errors.data] == [
             (2, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "invalid_url"),
         ]  # fmt: skip
-        assert [one.id for one in client.batches.list(limit=1)] == [failed.id, batch_id]
+        assert [one.id for one in client.batches.list(limit=1)] == [failed.id, third.id, batch_id]
         assert client.files.delete(file_id).deleted

@@ -23,7 +23,7 @@ from launch.serve.batches.turns import RowTurns
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 
-MOST_BYTES = 5000
+MOST_BYTES = 20_000
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
