@@ -165,8 +165,8 @@ class ServerSection(Section):
         api_key_file: one key a line, of printable ASCII characters; requests of the APIs need one of them.
         adapter_directory: directory below which adapters may be loaded from while serving (`/v1/load_lora_adapter`),
             with a key; the same on every host. Left out: none are.
-        batch_directory: directory of this server's own for `/v1/files` and `/v1/batches`, which nobody else may look into;
-            it is made where there is none. Left out: there are neither.
+        batch_directory: directory of this server's own for `/v1/files` and `/v1/batches`, which no other user may look
+            into; it is made where there is none. Left out: there are neither.
         tls_cert, tls_key: PEM files for all ports, the key without a passphrase; both or none.
         max_queue: completions that may wait for a row, beside `scheduler.max_batch_size` that have one; requests beyond
             are answered with 429.

@@ -12,7 +12,7 @@ import msgspec
 from launch.serve.admission.refusals import Kind, Refusal, wrap_errors
 from launch.serve.api.openai.api import ROW_ENDPOINTS, answering_of, check_row, error_body, in_words_of
 from launch.serve.api.openai.calls import Answering
-from launch.serve.application.parts import make_facts, model_name
+from launch.serve.application.facts import make_facts, model_name
 from launch.serve.application.request_parser import RequestParser
 from launch.serve.batches.rows import BatchRow, answered_row, refused_row
 from launch.serve.frontend.frontend import Usage

@@ -20,7 +20,7 @@ from launch.serve.api.kserve.http_api import KServeHttpApi
 from launch.serve.api.kserve.service import KServeService
 from launch.serve.api.openai.api import OpenAIApi, error_body
 from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
-from launch.serve.application.chat_formats import told_formats
+from launch.serve.application.facts import make_facts, model_name
 from launch.serve.application.request_parser import RequestParser
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.batches.api import BatchApi
@@ -36,17 +36,13 @@ from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontendMetrics
 from launch.serve.page.routes import page_routes
-from launch.serve.parsing.messages import Facts
 from launch.serve.parsing.parsers import Parsers
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.chat_template import ChatTemplate, read_chat_template
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.model_paths import name_of_model
 from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
-from trtrun.loading.model_settings import sampling_defaults
 from trtrun.start.job_spec import JobSpec
-from trtrun.tokens.text import Tokenizer, hash_tokenizer_files, read_tokenizer
+from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +66,6 @@ class Parts:
     servicer: KServeServicer
     sampling: Mapping[str, Any]
     batches: BatchRunner | None
-
-
-def model_name(config: RuntimeConfig) -> str:
-    """What clients call the model."""
-    return config.server.model_name or name_of_model(config.target.model)
 
 
 def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
@@ -126,43 +117,6 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
         metrics_route(frontend, keys),
     )
     return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), facts.sampling_defaults, batches)
-
-
-def make_facts(
-    spec: JobSpec, name: str, tokenizer: Tokenizer | None, template: ChatTemplate | None, tokenizer_hash: str = ""
-) -> Facts:
-    """What reading requests takes of a model.
-
-    Args:
-        spec: of the model.
-        name: what clients call it.
-        tokenizer: None where there is none.
-        template: of chats; None where there is none.
-        tokenizer_hash: see Facts.
-
-    Raises:
-        TrtrunError: what the model says of sampling is wrong, or there is no parser of a name that the section has.
-    """
-    config, model, section = spec.config, spec.target, spec.config.server
-    tool_format, reasoning_format = told_formats(section, template)
-    return Facts(
-        tokenizer=None if tokenizer is None else str(config.tokenizer or config.target.model),
-        tokenizer_hash=tokenizer_hash,
-        template=None if template is None else template.source,
-        template_tokens={} if template is None else template.tokens,
-        tool_template=None if template is None else template.tool_source,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
-        model_name=name,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        draft_len=config.draft_len,
-        excludes_prompt=section.exclude_input_in_output,
-        max_batch_size=config.scheduler.max_batch_size,
-        lora_tasks=tuple(config.adapters),
-        sampling_defaults=sampling_defaults(config),
-        refuses_unseen_tools=section.tools_unseen == "refuse",
-    )
 
 
 def _make_batches(section: ServerSection, chats: OpenAIApi, frontend: Frontend) -> BatchRunner | None:

@@ -5,7 +5,6 @@ A file and a batch belong to the API key that made them; without keys all are ev
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -74,8 +73,8 @@ class BatchApi:
         if order not in ("asc", "desc"):
             raise _wrong("order", f"must be asc or desc, not {show_value(order)}")
         found = [file for file in store.files_of(owner) if purpose in (None, file.purpose)]
-        page = _read_page(request, found if order == "asc" else found[::-1], _MOST_FILES, _MOST_FILES)
-        return await asyncio.to_thread(JSONResponse, page)
+        found = found if order == "asc" else found[::-1]
+        return await store.aside(lambda: JSONResponse(_read_page(request, found, _MOST_FILES, _MOST_FILES)))
 
     async def file(self, request: Request) -> Response:
         """Describe a file, or delete it."""
@@ -95,7 +94,7 @@ class BatchApi:
         owner, store = self._keys.identify(request), self._there().store
         file = store.find_file(request.path_params["file_id"], owner)
         path = store.content_path(file.id)
-        if not await asyncio.to_thread(path.is_file):
+        if not await store.aside(path.is_file):
             raise Refusal(Kind.FAILED, f"{file.id} is not on the server's disk any more")
         return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
 

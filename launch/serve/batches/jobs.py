@@ -92,7 +92,7 @@ class BatchJob:
         batch = self._batch
         for kind in (OUTPUT, ERRORS):
             file = self._files[kind] = LineFile(self._store.lines_path(batch.id, kind))
-            ids = await asyncio.to_thread(file.read_ids)
+            ids = await self._store.aside(file.read_ids)
             self._done.update(ids)
             batch.completed, batch.failed = (len(ids), 0) if kind == OUTPUT else (batch.completed, len(ids))
 
@@ -111,7 +111,7 @@ class BatchJob:
         """
         rows, begun = self._rows(), set[asyncio.Task[None]]()
         try:
-            while some := await asyncio.to_thread(_read_some, rows):
+            while some := await self._store.aside(_read_some, rows):
                 for row in some:
                     if row.custom_id in self._done:
                         continue
@@ -135,7 +135,7 @@ class BatchJob:
             OSError, RowError: as of `answer_rows`.
         """
         rows = self._rows()
-        while some := await asyncio.to_thread(_read_some, rows):
+        while some := await self._store.aside(_read_some, rows):
             ids = [row.custom_id for row in some if row.custom_id not in self._done]
             lines = b"".join(row_not_run(custom_id, code, message) for custom_id in ids)
             await self._write(ERRORS, lines, ids)
@@ -151,7 +151,7 @@ class BatchJob:
         async with self._writing:
             if not lines or not self._files:  # closed: the row is answered again another time
                 return
-            await asyncio.to_thread(self._files[kind].write, lines)
+            await self._store.aside(self._files[kind].write, lines)
             self._done.update(ids)
             if kind == OUTPUT:
                 self._batch.completed += len(ids)

@@ -114,7 +114,7 @@ class BatchRunner:
     async def _run(self) -> None:
         """Run all batches, until this task is cancelled."""
         try:
-            while not await asyncio.to_thread(self.store.take):
+            while not await self.store.aside(self.store.take):
                 await asyncio.sleep(_TAKE_SECONDS)
         except OSError as error:
             logger.error("%s: %s", KEY, error)
@@ -168,7 +168,7 @@ class BatchRunner:
 
     async def _check(self, batch: BatchRecord) -> None:
         path = self.store.content_path(batch.input_file_id)
-        num_rows, errors = await asyncio.to_thread(check_rows, path, batch.endpoint, self._answerer.most_bytes)
+        num_rows, errors = await self.store.aside(check_rows, path, batch.endpoint, self._answerer.most_bytes)
         if batch.status == "validating":  # it may have been cancelled meanwhile
             batch.total, batch.errors = 0 if errors else num_rows, errors
             batch.move_to("failed" if errors else "in_progress", self.store.now())

@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -32,7 +33,9 @@ KEY = "server.batch_directory"
 _UPLOADED = ".part"
 _SUFFIX = ".json"
 _MODE = 0o700
+_THREADS = 4
 
+T = TypeVar("T")
 RecordT = TypeVar("RecordT", FileRecord, BatchRecord)
 
 logger = logging.getLogger(__name__)
@@ -80,6 +83,11 @@ class BatchStore:
         self._directory = directory
         self._lock: int | None = None
         self._writing = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "batches")
+
+    async def aside(self, work: Callable[..., T], *arguments: object) -> T:
+        """Do what may take long, in a thread: those are few, and no other request waits for one."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def take(self) -> bool:
         """Take the directory, unless another server has it, and read what is there; whether it is taken.
@@ -175,7 +183,7 @@ class BatchStore:
             os.replace(content, self.content_path(file.id))
 
         async with self._writing:
-            await asyncio.to_thread(write)
+            await self.aside(write)
         self.files[file.id] = file
 
     async def remove_file(self, file_id: str) -> None:
@@ -183,7 +191,7 @@ class BatchStore:
         self.files.pop(file_id, None)
         async with self._writing:
             for path in (self.content_path(file_id), self._files_dir / f"{file_id}{_SUFFIX}"):
-                await asyncio.to_thread(path.unlink, missing_ok=True)
+                await self.aside(path.unlink, True)
 
     async def remove_expired(self) -> None:
         """Forget the files whose time is over, but for those that batches still read."""
@@ -200,7 +208,7 @@ class BatchStore:
         record = msgspec.json.encode(batch)
         path = self._directory / "batches" / f"{batch.id}{_SUFFIX}"
         async with self._writing:
-            await asyncio.to_thread(_replace, path, record)
+            await self.aside(_replace, path, record)
         self.batches[batch.id] = batch
 
     async def keep_lines(self, batch: BatchRecord) -> None:
@@ -212,7 +220,7 @@ class BatchStore:
         """
         for kind, field in ((OUTPUT, "output_file_id"), (ERRORS, "error_file_id")):
             lines, file_id = self.lines_path(batch.id, kind), output_id(batch.id, kind)
-            if await asyncio.to_thread(_sync, lines):
+            if await self.aside(_sync, lines):
                 created, seconds = int(self.now()), batch.output_seconds
                 expires_at = None if seconds is None else created + seconds
                 size, name = lines.stat().st_size, f"{batch.id}_{kind}.jsonl"

@@ -53,7 +53,7 @@ class Uploads:
         file_id = new_file_id()
         path = store.upload_path(file_id)
         try:
-            fields, filename, size = await self._read(request, boundary, path)
+            fields, filename, size = await self._read(request, boundary, store, path)
             seconds = _KEPT_SECONDS
             if any(name.startswith("expires_after") for name in fields):
                 given = fields.get("expires_after[seconds]", "")
@@ -72,9 +72,11 @@ class Uploads:
             await store.add_file(file, path)
             return file
         finally:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            await store.aside(path.unlink, True)
 
-    async def _read(self, request: Request, boundary: bytes, path: Path) -> tuple[dict[str, str], str | None, int]:
+    async def _read(
+        self, request: Request, boundary: bytes, store: BatchStore, path: Path
+    ) -> tuple[dict[str, str], str | None, int]:
         """The fields of a form, the name of its file, and how long that is."""
         fields: dict[str, str] = {}
         filename: str | None = None
@@ -90,7 +92,7 @@ class Uploads:
                         if size > self._most_bytes:
                             raise self._too_large()
                         if len(unwritten) >= _WRITTEN_BYTES:
-                            await asyncio.to_thread(_write, file, bytes(unwritten))
+                            await store.aside(_write, file, bytes(unwritten))
                             unwritten.clear()
                         continue
                     if piece.name not in _FIELDS:
@@ -100,8 +102,8 @@ class Uploads:
                     if len(value) > _LONGEST_FIELD:
                         raise Refusal(Kind.INVALID, f"{piece.name} is too long", piece.name)
                     fields[piece.name] = value
-            await asyncio.to_thread(_write, file, bytes(unwritten))
-            await asyncio.to_thread(os.fsync, file)
+            await store.aside(_write, file, bytes(unwritten))
+            await store.aside(os.fsync, file)
         finally:
             os.close(file)
         return fields, filename, size
