@@ -145,7 +145,9 @@ class BatchJob:
 
     async def _answer(self, row: BatchRow) -> None:
         kind, line = await self._answerer.answer(row)
-        await asyncio.shield(self._write(kind, line, [row.custom_id]))  # a line is whole even where the batch ends
+        writing = asyncio.create_task(self._write(kind, line, [row.custom_id]))
+        writing.add_done_callback(_take_exception)
+        await asyncio.shield(writing)  # a line is whole even where the batch ends meanwhile
 
     async def _write(self, kind: str, lines: bytes, ids: list[str]) -> None:
         async with self._writing:
@@ -157,6 +159,12 @@ class BatchJob:
                 self._batch.completed += len(ids)
             else:
                 self._batch.failed += len(ids)
+
+
+def _take_exception(task: asyncio.Task[None]) -> None:
+    """Look at what a write has raised: where its row was given up nobody else does."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _read_some(rows: Iterator[BatchRow]) -> list[BatchRow]:

@@ -174,3 +174,10 @@ def test_a_batch_goes_on_behind_a_kill_and_belongs_to_its_key(pair: Path, tmp_pa
         ]  # fmt: skip
         assert [one.id for one in client.batches.list(limit=1)] == [failed.id, third.id, batch_id]
         assert client.files.delete(file_id).deleted
+
+        # The end of the server does not wait for a batch.
+        begin(client, upload(client, *rows))
+        wait_until(lambda: server.metrics().get('trtrun:batch_rows{state="running"}') or None, "a running batch")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_ended() == 0
+        assert not [line for line in server.lines if "in work have" in line]
