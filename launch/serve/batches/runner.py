@@ -23,7 +23,7 @@ MOST_AT_ONCE = 8
 _LOOK_SECONDS = 60.0
 """How often files are looked for whose time is over, and the time of batches."""
 
-_TAKE_SECONDS = 1.0
+_TAKE_SECONDS, _CLOSE_SECONDS = 1.0, 5.0
 _ENDS = {"cancelling": "cancelled", "in_progress": "expired", "finalizing": "completed"}
 """What becomes of a batch whose rows are not answered any more, by its status then."""
 
@@ -82,7 +82,8 @@ class BatchRunner:
         tasks = [task for task in (self._running, *self._jobs.values()) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:  # a disk that hangs does not keep the server from its end
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
         self.store.let_go()
 
     async def add(self, batch: BatchRecord) -> None:
