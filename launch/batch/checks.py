@@ -53,12 +53,17 @@ def check_run(job: Job, options: RunOptions) -> None:
 
 def check_rows(options: RunOptions, config: RuntimeConfig) -> CheckedRows:
     """The input, once it, the output and what that holds already are known to be right. Rows are not looked at, but
-    for those that an earlier run finished.
+    for the first, and those that an earlier run finished.
 
     Raises:
         TrtrunError: one line that says what is wrong.
     """
     rows = read_input(options, config)
+    if options.sampling and (first := next(rows.read(), None)) is not None and first.batch_row is not None:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in options.sampling)
+        raise ConfigError(
+            f"rows of a batch say in their body how they are sampled, and take no options: leave out {names}"
+        )
     if options.output is not None:
         check_output(options.output, options.prompts_file)
         if options.resume and is_stream(options.output):

@@ -12,18 +12,21 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from launch.batch.input import InputRows
 from launch.batch.ordered import RowWriter, TextPrinter, join_tokens
-from launch.batch.rows import MOST_OF_AN_ERROR, PromptRow, output_row, refused_row
+from launch.batch.rows import MOST_OF_AN_ERROR, PromptRow, batch_output_row, output_row, refused_row
 from launch.jobs.terminal import Bar
 from trtrun.api.interrupts import listening
 from trtrun.api.prompts import Prompt
 from trtrun.chats.chat import Chat
+from trtrun.core.outputs import RequestOutput
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import cut_text
 from trtrun.errors import InvalidRequestError
+from trtrun.start.job_spec import JobSpec
 
 MOST_REFUSALS = 20
 """Refusals that are told one by one; the others are counted."""
@@ -81,6 +84,7 @@ def describe_drain(cause: str | None, num_done: int, num_rows: int) -> str:
 
 
 if TYPE_CHECKING:
+    from launch.serve.application.batch_rows import AskedRow, RowService
     from trtrun.api.llm import LLM
 
 
@@ -101,6 +105,11 @@ class Outcome:
     num_left: int = 0
     elapsed: float = 0.0
     statistics: dict[str, Any] = field(default_factory=dict)
+
+    def refuse(self, row: PromptRow, error: str) -> None:
+        """A row could not run."""
+        self.refused.add(row, error)
+        self.num_settled += 1
 
 
 def complete_rows(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callable[[], float | None]) -> Outcome:
@@ -138,18 +147,19 @@ def refuse_rows(rows: InputRows, writer: RowWriter) -> Outcome:
 def _refuse(row: PromptRow, writer: RowWriter, outcome: Outcome) -> None:
     error = str(row.error)
     writer.write(row.index, refused_row(row, error))
-    outcome.refused.add(row, error)
-    outcome.num_settled += 1
+    outcome.refuse(row, error)
 
 
 def _is_streamable(row: PromptRow) -> bool:
     sampling = row.sampling
+    if row.batch_row is not None:
+        return False
     return sampling is not None and sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
 
 
 def _stream(llm: LLM, row: PromptRow) -> Outcome:
     """Show one prompt's text as it comes."""
-    assert row.prompt is not None and row.sampling is not None
+    assert isinstance(row.prompt, str | tuple | Chat) and row.sampling is not None
     outcome = Outcome(num_settled=1)
     try:
         for chunk in llm.stream(row.prompt, row.sampling):
@@ -168,25 +178,33 @@ def _complete(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callab
     outcome = Outcome()
     pending = rows.read(lambda index: index not in writer.done)
     num_pending = len(rows) - writer.num_done_before
-    in_flight: dict[int, PromptRow] = {}
+    in_flight: dict[int, tuple[PromptRow, AskedRow | None]] = {}
+    batch_rows = _BatchRows(llm)
 
     def prompts() -> Iterator[tuple[Prompt | Chat, SamplingParams]]:
         number = 0
         for row in pending:
-            if row.prompt is None or row.sampling is None:
+            asked = batch_rows.read(row) if row.batch_row is not None else None
+            if isinstance(asked, Mapping):
+                writer.write(row.index, batch_output_row(row, asked))
+                outcome.refuse(row, asked["response"]["body"]["error"]["message"])
+                continue
+            prompt, sampling = (row.prompt, row.sampling) if asked is None else (asked.prompt, asked.sampling)
+            if not isinstance(prompt, str | tuple | Chat) or sampling is None:
                 _refuse(row, writer, outcome)
                 continue
-            in_flight[number] = row
+            in_flight[number] = row, asked
             number += 1
-            yield row.prompt, row.sampling
+            yield prompt, sampling
 
     # Texts that are printed tell how far it is.
     with Bar("prompts") if not isinstance(writer, TextPrinter) else nullcontext() as bar, listening():
         if bar is not None:
             bar.update(0, num_pending)
         for result in llm.generate_as_completed(prompts(), seconds_left):
-            row = in_flight.pop(result.index)
-            writer.write(row.index, output_row(row, result))
+            row, asked = in_flight.pop(result.index)
+            written = output_row(row, result) if asked is None else batch_rows.answer(row, asked, result)
+            writer.write(row.index, written)
             if result.error is not None:
                 outcome.refused.add(row, result.error)
             outcome.num_settled += 1
@@ -200,3 +218,25 @@ def _complete(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callab
     if not outcome.num_left:
         writer.finish()
     return outcome
+
+
+class _BatchRows:
+    """Reads and answers rows of batches; what that takes is made for the first one."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    @cached_property
+    def _service(self) -> RowService:
+        from launch.serve.application.batch_rows import RowService
+
+        return RowService(JobSpec(self._llm.config), self._llm.tokenizer, self._llm.engine.scheduler.limits)
+
+    def read(self, row: PromptRow) -> AskedRow | Mapping[str, Any]:
+        """What a row asks for; or the answer that refuses it."""
+        assert row.batch_row is not None
+        return self._service.read(row.batch_row)
+
+    def answer(self, row: PromptRow, asked: AskedRow, output: RequestOutput) -> dict[str, object]:
+        """The output row of a row that was completed, or that the engine has refused."""
+        return batch_output_row(row, self._service.answer(asked, output))

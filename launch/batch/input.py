@@ -106,6 +106,9 @@ class InputRows:
         num_input_rows = None if self._part is None else self._total
         is_data = self._sampled is not None
         for row in self._read(is_wanted):
+            if is_data and row.batch_row is not None:
+                error = "training data is made of prompts or messages, not of rows of a batch"
+                row = replace(row, prompt=None, sampling=None, error=error)
             if num_input_rows is None and not is_data:
                 yield row
             else:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.batch.input import InputRows
 from launch.batch.options import STANDARD_OUTPUT
-from launch.batch.rows import encode_row
+from launch.batch.rows import encode_row, is_refused
 from launch.batch.written import IndexSet, RowTable, WrittenRow, find_difference, read_written
 from trtrun.errors import ConfigError
 
@@ -166,7 +166,7 @@ class RowJournal:
         except OSError as error:
             raise cannot_write(str(self._working), error) from None
         digest = int(str(row["input_hash"]), 16)
-        self._written.append(WrittenRow(index, self._end, len(line), digest, row["error"] is not None))
+        self._written.append(WrittenRow(index, self._end, len(line), digest, is_refused(row)))
         self.done.add(index)
         self._end += len(line)
 

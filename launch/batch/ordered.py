@@ -6,6 +6,7 @@ files are journal.py's.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import IO, Any, Protocol
 from launch.batch.input import InputRows
 from launch.batch.journal import RowJournal, cannot_write
 from launch.batch.options import STANDARD_OUTPUT, is_stream
-from launch.batch.rows import encode_row
+from launch.batch.rows import encode_row, is_refused
 
 
 class RowWriter(Protocol):
@@ -120,7 +121,7 @@ class TextPrinter:
     def write(self, index: int, row: Mapping[str, object]) -> None:
         """Take the row of prompt `index`, and print those whose turn it is."""
         for ready in self._order.take(index, row):
-            if ready["error"] is None:
+            if not is_refused(ready):
                 self._print(ready)
         sys.stdout.flush()
 
@@ -131,6 +132,9 @@ class TextPrinter:
         """Nothing is held."""
 
     def _print(self, row: Mapping[str, Any]) -> None:
+        if "custom_id" in row:
+            print(f"--- {row['index']} ({row['custom_id']})\n{json.dumps(row['response']['body'], ensure_ascii=False)}")
+            return
         completions: Sequence[Mapping[str, Any]] = row.get("completions", [row])
         for place, completion in enumerate(completions):
             number = f"{row['index']}" if len(completions) == 1 else f"{row['index']}.{place}"

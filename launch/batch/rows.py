@@ -1,7 +1,8 @@
 """One row of JSON lines: a prompt with its sampling parameters in, completions with their figures out.
 
-It knows the format of a row. It does not know files (input.py reads rows, journal.py keeps them) or how prompts are
-completed. A row that is wrong becomes a refused row with its reason; the others go on.
+It knows the format of a row; rows of OpenAI's batches, which have a `custom_id`, are read and answered by what does so
+in `trtrun serve`. It does not know files (input.py reads rows, journal.py keeps them) or how prompts are completed. A
+row that is wrong becomes a refused row with its reason; the others go on.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtrun.chats.chat import CHAT_FIELDS, Chat
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionOutput, RequestOutput
 from trtrun.core.sampling_params import LOGITS_FIELDS, SamplingParams
 from trtrun.core.values import check_characters, cut_text, show_value, unique_keys
-from trtrun.errors import InvalidRequestError, nearest
+from trtrun.errors import ConfigError, InvalidRequestError, nearest
+
+if TYPE_CHECKING:
+    from launch.serve.batches.rows import BatchRow
 
 _OF_CHATS = tuple(name for name in CHAT_FIELDS if name != "messages")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -42,8 +46,8 @@ class PromptRow:
 
     Attributes:
         index: place in the input, counted from 0; empty lines do not count.
-        prompt: text, token ids or a chat; None when the row is refused.
-        sampling: None when the row is refused.
+        prompt: text, token ids, a chat, or a row of a batch, whose body is not read yet; None when the row is refused.
+        sampling: None when the row is refused; of a row of a batch it means nothing.
         input_hash: of the input row and the defaults that it takes; tells at --resume whether the input is the same.
         error: why the row is refused, else None.
         line: number of its line in its file, counted from 1; None for a prompt of the command line.
@@ -52,13 +56,18 @@ class PromptRow:
     """
 
     index: int
-    prompt: str | tuple[int, ...] | Chat | None
+    prompt: str | tuple[int, ...] | Chat | BatchRow | None
     sampling: SamplingParams | None
     input_hash: str
     error: str | None = None
     line: int | None = None
     num_input_rows: int | None = None
     is_data: bool = False
+
+    @property
+    def batch_row(self) -> BatchRow | None:
+        """What it is where it is of a batch; else None."""
+        return None if isinstance(self.prompt, str | tuple | Chat | None) else self.prompt
 
     @property
     def name(self) -> str:
@@ -88,21 +97,46 @@ def read_prompt(
 
 def read_line(index: int, number: int, line: bytes, defaults: Mapping[str, object]) -> PromptRow:
     """The row of a line: `{"prompt": "…"}`, `{"prompt_token_ids": […]}` or `{"messages": […]}` with what else makes a
-    chat, and any sampling parameter.
+    chat, and any sampling parameter; or of a batch, `{"custom_id", "method", "url", "body"}`, which takes no defaults.
 
     Args:
         index: of the row.
         number: of the line.
         line: with or without its line end.
         defaults: sampling parameters for a row that does not name them.
+
+    Raises:
+        ConfigError: it is of a batch, and what the extra `serve` installs is missing.
     """
     if len(line) > LONGEST_LINE:
         return _refuse(index, number, line[:1000].decode(errors="replace"), f"longer than {LONGEST_LINE} bytes")
     text = line.removeprefix(_BYTE_ORDER_MARK).rstrip(b"\r\n").decode(errors="surrogateescape")
     try:
-        return _read_row(index, number, _parse_json(line, text), text, defaults, None)
+        values = _parse_json(line, text)
+        if isinstance(values, dict) and "custom_id" in values:
+            return PromptRow(index, _read_batch_row(line), SamplingParams(), input_hash(values), line=number)
+        return _read_row(index, number, values, text, defaults, None)
     except InvalidRequestError as error:
         return _refuse(index, number, text, str(error))
+
+
+def _read_batch_row(line: bytes) -> BatchRow:
+    """The row of a batch.
+
+    Raises:
+        InvalidRequestError: it is wrong.
+        ConfigError: what reads it is missing.
+    """
+    try:
+        from launch.serve.batches.rows import RowError, read_row  # most runs do without what it takes
+    except ImportError as error:
+        raise ConfigError(
+            f"rows of a batch need the extra 'serve', of which {error.name} is missing: pip install 'trtrun[serve]'"
+        ) from None
+    try:
+        return read_row(line)
+    except RowError as error:
+        raise InvalidRequestError(str(error)) from None
 
 
 def _parse_json(line: bytes, text: str) -> object:
@@ -210,6 +244,20 @@ def _without_nan(value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _without_nan(item) for name, item in value.items()}
     return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def is_refused(row: Mapping[str, Any]) -> bool:
+    """Whether an output row has no completion."""
+    response = row.get("response")
+    status = response.get("status_code") if isinstance(response, Mapping) else None
+    return row["error"] is not None or status not in (None, 200)
+
+
+def batch_output_row(prompt: PromptRow, answered: Mapping[str, object]) -> dict[str, object]:
+    """The output row of a row of a batch: its answer, between what tells `--resume` and `trtrun merge` which row it
+    is."""
+    own = {"input_hash": prompt.input_hash, **_part_fields(prompt)}
+    return {"index": prompt.index, **answered, **own}
 
 
 def output_row(prompt: PromptRow, output: RequestOutput) -> dict[str, object]:

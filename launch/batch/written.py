@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from launch.batch.input import InputRows
-from launch.batch.rows import NUM_INPUT_ROWS
+from launch.batch.rows import NUM_INPUT_ROWS, is_refused
 from trtrun.errors import ConfigError
 
 _ROW_START = b'{"index": '
@@ -131,16 +131,17 @@ def read_lines(path: Path, file_number: int = 0) -> Iterator[WrittenRow]:
 def _read_row(line: bytes, offset: int, file_number: int) -> WrittenRow | None:
     try:
         values = json.loads(line)
-        index, digest, error = (values[name] for name in ("index", "input_hash", "error"))
+        index, digest = values["index"], values["input_hash"]
         total = values.get(NUM_INPUT_ROWS, 0)
         numbers = (index, total)
         is_row = line.endswith(b"\n") and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        refused = is_refused(values)
         is_row = is_row and _HASH.fullmatch(digest) is not None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
     if not is_row:
         return None
-    return WrittenRow(index, offset, len(line), int(digest, 16), error is not None, file_number, total)
+    return WrittenRow(index, offset, len(line), int(digest, 16), refused, file_number, total)
 
 
 def read_written(path: Path) -> tuple[RowTable, int]:

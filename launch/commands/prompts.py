@@ -61,7 +61,8 @@ _OPTIONS = (
         "prompts_file",
         type=click.Path(path_type=Path),
         metavar="FILE.jsonl",
-        help='Rows {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": […]}, with any sampling parameter.',
+        help='Rows {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": […]}, with any sampling parameter; '
+        "or rows of an OpenAI batch.",
     ),
     click.option(
         "--max-tokens",

@@ -25,8 +25,9 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"console", "compat"}),
         frozenset({"cli"}),
         frozenset({"commands"}),
-        frozenset({"bench", "chat", "init", "serve", "train", "quantize"}),
+        frozenset({"bench", "chat", "init", "train", "quantize"}),
         frozenset({"batch"}),
+        frozenset({"serve"}),
         frozenset({"jobs"}),
         frozenset({"exit_codes"}),
     ),
@@ -40,6 +41,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "launch.serve": (
         frozenset({"application"}),
+        frozenset({"batches"}),
         frozenset({"api"}),
         frozenset({"frontend"}),
         frozenset({"metrics", "handover"}),

@@ -169,6 +169,8 @@ class ServerSection(Section):
         api_key_file: one key a line, of printable ASCII characters; requests of the APIs need one of them.
         adapter_directory: directory below which adapters may be loaded from while serving (`/v1/load_lora_adapter`),
             with a key or over `uds`; the same on every host. Left out: none are.
+        batch_directory: directory of this server's own for `/v1/files` and `/v1/batches`, which no other user may look
+            into; it is made where there is none. Left out: there are neither.
         tls_cert, tls_key: PEM files for all ports, the key without a passphrase; both or none.
         max_queue: completions that may wait for a row, beside `scheduler.max_batch_size` that have one; requests beyond
             are answered with 429.
@@ -179,6 +181,7 @@ class ServerSection(Section):
             gRPC has at most 4194304 bytes.
         max_total_body_bytes: of all bodies longer than 65536 bytes, while they are read and until their requests are in
             work; one beyond is answered with 429.
+        max_batch_file_bytes: of one file of `/v1/files`; larger ones are answered with 413.
         max_logits_bytes: of the logits that one request may ask for (`return_context_logits`,
             `return_generation_logits`), 4 for each token of the vocabulary at each position; more is answered with 400.
             Beyond the default an answer over gRPC may hold up all streams for longer than 50 ms.
@@ -216,6 +219,7 @@ class ServerSection(Section):
     model_name: Line | None = None
     api_key_file: FilePath | None = None
     adapter_directory: FilePath | None = None
+    batch_directory: FilePath | None = None
     tls_cert: FilePath | None = None
     tls_key: FilePath | None = None
     max_queue: Annotated[int, Number, Field(ge=0, le=1_000_000)] = 256
@@ -223,6 +227,7 @@ class ServerSection(Section):
     max_connections: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 1024
     max_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**27)] = 2**24
     max_total_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**40)] = 2**28
+    max_batch_file_bytes: Annotated[int, Number, Field(ge=1024, le=2**40)] = 200_000_000
     max_logits_bytes: Annotated[int, Number, Field(ge=0, le=2**27)] = 2**25
     max_total_logits_bytes: Annotated[int, Number, Field(ge=0, le=2**40)] = 2**29
     request_timeout_s: Seconds = 600.0

@@ -47,6 +47,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     token_ids: bytes
     values: bytes
 
+    @classmethod
+    def of(cls, entries: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
+        """Pack what `entries` returns, of all alternatives."""
+        scored = [entry for entry in entries if entry is not None]
+        tokens = [[entry.token_id, *(token for token, _ in entry.alternatives)] for entry in scored]
+        values = [[entry.logprob, *(value for _, value in entry.alternatives)] for entry in scored]
+        width = len(tokens[0]) if tokens else 1
+        return cls(width, np.array(tokens, dtype=np.int32).tobytes(), np.array(values, dtype=np.float32).tobytes())
+
     def entries(self, alternatives: int | None = None) -> list[TokenLogprobs | None]:
         """One for each token of the prompt, None for the first; of the alternatives so many at most, None for all."""
         ids = np.frombuffer(self.token_ids, dtype=np.int32).reshape(-1, self.width)

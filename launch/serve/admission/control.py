@@ -29,6 +29,10 @@ from trtrun.scheduling.queue import has_share
 OWNER: ContextVar[str] = ContextVar("owner", default="")
 """The owner of the request that is worked for; empty if nobody has said."""
 
+BEHIND_OTHERS = "behind others"
+"""Owners begin with it whose requests go behind all others: they wait elsewhere until there is room, take no place of
+others, and nobody's share is smaller for them."""
+
 WANTING_SECONDS = 30.0
 """How long somebody counts as one who wants places, behind a request that had one or was refused."""
 
@@ -101,6 +105,7 @@ class AdmissionControl:
         is_closing: whether the server ends: nobody is let in any more.
         successor: where the server that follows listens; None where none does.
         num_completions, num_requests: in work.
+        behind: of these, those that go behind all others.
     """
 
     max_running: int
@@ -112,6 +117,7 @@ class AdmissionControl:
     successor: str | None = None
     num_completions: int = 0
     num_requests: int = 0
+    behind: Owner = field(default_factory=Owner)
     _owners: Owners = field(default_factory=Owners)
     _is_empty: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -155,22 +161,26 @@ class AdmissionControl:
                 f"the request asks for {num_completions} completions, more than the {most} that may be in work at once "
                 "(scheduler.max_batch_size and server.max_queue)",
             )
+        if owner.startswith(BEHIND_OTHERS):
+            return Ticket(self, num_completions, self.behind)
         of_owner = self._owners.ask(owner)
         others = self._owners.num - 1
-        if not has_share(num_completions, of_owner.num_completions, self.num_completions, most, others):
+        completions = self.num_completions - self.behind.num_completions
+        if not has_share(num_completions, of_owner.num_completions, completions, most, others):
             own = f", {of_owner.num_completions} of them yours" if others else ""
             raise Refusal(
                 Kind.BUSY,
-                f"{self.num_completions} completions are in work{own}, {num_completions} more are asked for, and "
+                f"{completions} completions are in work{own}, {num_completions} more are asked for, and "
                 f"{most} may be (scheduler.max_batch_size and server.max_queue): send the request again later",
                 code="queue_full",
                 retry_after=RETRY_SECONDS,
             )
-        if not has_share(1, of_owner.num_requests, self.num_requests, self.max_streams, others):
+        requests = self.num_requests - self.behind.num_requests
+        if not has_share(1, of_owner.num_requests, requests, self.max_streams, others):
             own = f", {of_owner.num_requests} of them yours" if others else ""
             raise Refusal(
                 Kind.BUSY,
-                f"{self.num_requests} requests are in work{own} (server.max_streams is {self.max_streams}): send the "
+                f"{requests} requests are in work{own} (server.max_streams is {self.max_streams}): send the "
                 "request again later",
                 code="too_many_streams",
                 retry_after=RETRY_SECONDS,

@@ -104,7 +104,7 @@ def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=(REQUEST_ID, "retry-after"),
             allow_private_network=True,

@@ -18,11 +18,16 @@ from launch.serve.api.anthropic.api import MessagesApi
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
 from launch.serve.api.kserve.service import KServeService
-from launch.serve.api.openai.api import OpenAIApi
+from launch.serve.api.openai.api import OpenAIApi, error_body
 from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
-from launch.serve.application.chat_formats import told_formats
+from launch.serve.application.facts import make_facts, model_name
 from launch.serve.application.request_parser import RequestParser
 from launch.serve.application.status import StatusBoard, metrics_route
+from launch.serve.batches.api import BatchApi
+from launch.serve.batches.jobs import RowAnswerer
+from launch.serve.batches.runner import BatchRunner
+from launch.serve.batches.store import BatchStore, prepare_directory
+from launch.serve.batches.turns import RowTurns
 from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
@@ -31,15 +36,11 @@ from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontendMetrics
 from launch.serve.page.routes import page_routes
-from launch.serve.parsing.messages import Facts
 from launch.serve.parsing.parsers import Parsers
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.chat_template import ChatTemplate, read_chat_template
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.model_paths import name_of_model
 from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
-from trtrun.loading.model_settings import sampling_defaults
 from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
 
@@ -56,6 +57,7 @@ class Parts:
         routes: of the HTTP port.
         servicer: of the gRPC port.
         sampling: the model's, where requests do not say it.
+        batches: runs batches; None where the server has no directory for them.
     """
 
     frontend: Frontend
@@ -63,11 +65,7 @@ class Parts:
     routes: tuple[Route, ...]
     servicer: KServeServicer
     sampling: Mapping[str, Any]
-
-
-def model_name(config: RuntimeConfig) -> str:
-    """What clients call the model."""
-    return config.server.model_name or name_of_model(config.target.model)
+    batches: BatchRunner | None
 
 
 def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
@@ -88,27 +86,8 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     admission = AdmissionControl(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
     metrics = FrontendMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
-    defaults = sampling_defaults(config)
-    tool_format, reasoning_format = told_formats(section, template)
     _say_unseen_tools(section, template)
-    facts = Facts(
-        tokenizer=None if tokenizer is None else str(directory),
-        tokenizer_hash=tokenizer_hash,
-        template=None if template is None else template.source,
-        template_tokens={} if template is None else template.tokens,
-        tool_template=None if template is None else template.tool_source,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
-        model_name=name,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        draft_len=config.draft_len,
-        excludes_prompt=section.exclude_input_in_output,
-        max_batch_size=config.scheduler.max_batch_size,
-        lora_tasks=tuple(config.adapters),
-        sampling_defaults=defaults,
-        refuses_unseen_tools=section.tools_unseen == "refuse",
-    )
+    facts = make_facts(spec, name, tokenizer, template, tokenizer_hash)
     # What the event loop parses itself is no chat: no template is compiled there.
     in_loop = RequestParser(msgspec.structs.replace(facts, template=None, tool_template=None), tokenizer)
     parsers = Parsers(facts, section.max_body_bytes, in_loop)
@@ -125,17 +104,30 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     kserve = KServeService(frontend, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
     chats = OpenAIApi(frontend, keys, bodies)
+    batches = _make_batches(section, chats, frontend)
     routes = (
         *chats.routes(),
         *MessagesApi(chats, frontend, keys, bodies).routes(),
         *TokenApi(frontend, keys, bodies).routes(),
+        *BatchApi(batches, keys, bodies, name, section.max_batch_file_bytes).routes(),
         *AdapterApi(AdapterDesk.of(frontend, section), keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),
         *StatusBoard(frontend, spec, keys, template is not None).routes(),
         *page_routes(),
         metrics_route(frontend, keys),
     )
-    return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), defaults)
+    return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), facts.sampling_defaults, batches)
+
+
+def _make_batches(section: ServerSection, chats: OpenAIApi, frontend: Frontend) -> BatchRunner | None:
+    """What runs batches, and tells the metrics of their rows."""
+    if section.batch_directory is None:
+        return None
+    store = BatchStore(prepare_directory(section.batch_directory))
+    answerer = RowAnswerer(RowTurns(frontend.admission), chats.answer_row, error_body, section.max_body_bytes)
+    runner = BatchRunner(store, answerer)
+    frontend.metrics.ask_batch_rows(lambda: (runner.num_running, runner.num_waiting))
+    return runner
 
 
 def _say_unseen_tools(section: ServerSection, template: ChatTemplate | None) -> None:

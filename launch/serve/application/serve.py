@@ -147,6 +147,7 @@ class _Server:
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
         self._handover = Handover(spec.config, running.engine, self._admission, self._use, say)
+        self._batches = parts.batches
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
@@ -158,6 +159,8 @@ class _Server:
             loop.add_signal_handler(number, self._hear, number)
         grpc, servers = self._make_servers()
         self._parsers.start()
+        if self._batches is not None:
+            self._batches.start()
         serving = asyncio.gather(*(server.run_here() for server in servers))
         events = EngineEvents(
             on_ready=self._engine_is_there,
@@ -179,6 +182,7 @@ class _Server:
             is_whole = await self._drain(keeping) if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
+            await self._leave_batches()
             await self._handover.close()
             self._end_all()
             self._parsers.close()  # requests that are being read are told so, too
@@ -229,6 +233,7 @@ class _Server:
         """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
         self._admission.is_closing = True
+        await self._leave_batches()
         seconds = self._config.launch.drain_seconds
         self._handover.end()
         if self._admission.num_requests:
@@ -243,6 +248,11 @@ class _Server:
             emptying.cancel()
             return False
         return await emptying
+
+    async def _leave_batches(self) -> None:
+        """Leave the rows of batches that are in work to the server that is started next."""
+        if self._batches is not None:
+            await self._batches.close()
 
     async def _end(self, keeping: asyncio.Task[int], is_whole: bool) -> int:
         """End the engine, or take note of its end."""

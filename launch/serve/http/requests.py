@@ -31,6 +31,7 @@ _NAMES_OF_IDS: Mapping[bool, Sequence[str]] = {False: (REQUEST_ID,), True: (REQU
 """Headers of answers with the id of the request, by whether Anthropic's client asks, which reads another one."""
 
 _LONGEST_ID = 128
+_OWNER_OF_KEY = "key "
 _MOST_KEY_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,12 @@ class Keys:
                 raise
             self.check_header(f"Bearer {key}")
 
+    def identify(self, request: Request) -> str:
+        """As `check`; returns a name of the key that stays the same when the server is started again with others beside
+        it, and does not tell the key. It is empty without keys."""
+        self.check(request)
+        return self._digests[int(OWNER.get().removeprefix(_OWNER_OF_KEY))].hex() if self._digests else ""
+
     def check_header(self, authorization: str) -> None:
         """Check the value of that header, which is empty if it is missing. Without keys it notes nothing."""
         if not self._digests:
@@ -172,7 +179,7 @@ class Keys:
         if not any(found):
             line = "this server wants an API key of its own: the one that was sent is unknown here"
             raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
-        OWNER.set(f"key {found.index(True)}")
+        OWNER.set(f"{_OWNER_OF_KEY}{found.index(True)}")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

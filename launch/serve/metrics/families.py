@@ -124,6 +124,7 @@ class Numbers:
         totals: of all requests.
         draft_len: tokens drafted in a round, at most.
         ask_longest_stall: tells how many seconds the event loop has worked at a stretch.
+        ask_batch_rows: tells how many rows of batches are being answered, and how many wait.
         ready, status: of the engine; None while there is none, or none that has told it.
         standings: in which phases its threads are.
         is_hanging: whether the engine is there and does not get on.
@@ -132,6 +133,7 @@ class Numbers:
     totals: FrontendTotals
     draft_len: int
     ask_longest_stall: Callable[[], float] = lambda: 0.0
+    ask_batch_rows: Callable[[], tuple[int, int]] = lambda: (0, 0)
     ready: Ready | None = None
     status: Status | None = None
     standings: Sequence[Standing] = ()
@@ -192,6 +194,12 @@ class Numbers:
         return self.ask_longest_stall()
 
     @property
+    def batch_rows(self) -> dict[str, float]:
+        """Rows of batches, by what they do."""
+        running, waiting = self.ask_batch_rows()
+        return {"running": running, "waiting": waiting}
+
+    @property
     def hit_rate(self) -> float | None:
         """Share of the drafts due that were foreseen; None without any due."""
         due = self.total("drafts_due")
@@ -215,6 +223,7 @@ GAUGES = (
     ("vllm:num_requests_waiting", "Completions that wait for one.", "engine.num_waiting"),
     ("vllm:kv_cache_usage_perc", "Share of the KV blocks that rows hold; 1 is all.", "engine.kv_usage"),
     ("vllm:gpu_cache_usage_perc", "The same, by its earlier name.", "engine.kv_usage"),
+    ("trtrun:batch_rows", "Rows of batches: running, and waiting for the places that others leave.", "batch_rows"),
     (
         "trtrun:draft_hit_rate",
         "Share of the drafts due that were ready before their verdict; absent without drafting ahead.",
@@ -283,6 +292,7 @@ COUNTERS = (
 """Names, help and sources, as of the gauges."""
 
 LABELS = {
+    "batch_rows": "state",
     "round_seconds": "phase",
     "request_work": "work",
     "work_over_bound": "work",

@@ -274,6 +274,11 @@ class FrontendMetrics:
         """Say what tells the longest stall of the event loop, in seconds; it is 0 otherwise."""
         self._numbers.ask_longest_stall = ask
 
+    def ask_batch_rows(self, ask: Callable[[], tuple[int, int]]) -> None:
+        """Say what tells rows of batches: those that are being answered, and those that wait. There are none
+        otherwise."""
+        self._numbers.ask_batch_rows = ask
+
     def count_loss(self) -> None:
         """The engine is gone: the totals of the next one begin at zero."""
         self._numbers.forget()

@@ -15,6 +15,7 @@ import shlex
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ NEEDS = {
     "GPUs": "scripts/bench/bench_gpu.py",
     "your models": "tests/e2e/cli/test_readme.py",
     "minutes": "tests/e2e/cli/test_cli_training.py",
+    "several hosts": "tests/e2e/hosts",
     "MPI ranks": "tests/e2e/serve/test_own_launcher.py",
 }
 """What commands need that are not run as they stand: tests, or a script, that run the like of them."""
@@ -74,7 +76,7 @@ class Block:
             found = TYPED.match(line.strip() if self.kind == "sh" else line)
             if found is not None:
                 words = shlex.split(re.sub(r"\$\w+", "1", found["words"]).rstrip("& "), comments=True)
-                yield [word for word in words if word != "…"]
+                yield [word for word in takewhile(lambda word: word != ">", words) if word != "…"]
 
 
 BLOCKS = [

@@ -125,3 +125,31 @@ def test_what_an_earlier_run_finished_is_not_run_again(llm: LLM, tmp_path: Path)
     lines = output.read_bytes().splitlines()
     assert [json.loads(line)["index"] for line in lines] == list(range(30))
     assert set(kept) <= set(lines)
+
+
+def test_rows_of_a_batch_have_answers_of_the_server(llm: LLM, tmp_path: Path) -> None:
+    def line(custom_id: str, method: str = "POST", **body: object) -> object:
+        return {"custom_id": custom_id, "method": method, "url": "/v1/completions", "body": body}
+
+    good = {"prompt": "a", "max_tokens": 3, "temperature": 0, "n": 2, "logprobs": 1, "prompt_logprobs": 0}
+    lines = [
+        line("good", **good), line("wrong", prompt="a", temprature=0), line("method", "GET", prompt="a"),
+        line("streamed", prompt="a", stream=True), line("long", prompt=[5] * 5000), line("two", prompt=["a", "b"]),
+        {"prompt": "a", "max_tokens": 3},
+    ]  # fmt: skip
+    rows, output = rows_of(tmp_path, lines), tmp_path / "out.jsonl"
+    for resume in (False, True):  # the second time those that were refused run again, and no other
+        journal = RowJournal(str(output), rows, resume)
+        outcome = complete_rows(llm, rows, journal, go_on)
+        journal.close()
+        assert (outcome.num_settled, len(outcome.refused)) == ((5, 5) if resume else (7, 5))
+    found = [json.loads(text) for text in output.read_text().splitlines()]
+    answer = found[0]["response"]["body"]
+    assert found[0]["custom_id"] == "good" and answer["object"] == "text_completion"
+    assert [choice["text"] for choice in answer["choices"]] == [found[6]["text"]] * 2
+    assert answer["usage"]["completion_tokens"] == 6 and len(answer["choices"][1]["logprobs"]["tokens"]) == 3
+    assert all(len(choice["prompt_logprobs"]) == answer["usage"]["prompt_tokens"] for choice in answer["choices"])
+    assert found[2]["error"] == 'method must be POST, not "GET"'
+    for index, told in ((1, "did you mean 'temperature'"), (3, "leave it out"), (4, "5000"), (5, "one prompt")):
+        assert found[index]["error"] is None and found[index]["response"]["status_code"] == 400
+        assert told in found[index]["response"]["body"]["error"]["message"]

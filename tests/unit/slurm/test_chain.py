@@ -50,7 +50,7 @@ def script_of(*words: str, slurm: dict[str, Any] = LIMITED, chain: int = 3, **se
     path = Path("run.yaml")
     path.write_text(json.dumps({**engines, **sections, "launch": {"slurm": slurm}}), encoding="utf-8")
     inner = parse_inner(words, path, ())
-    return render_script(make_job(inner, read_resources(path, inner.overrides), path, (), None, chain))
+    return render_script(make_job(inner, read_resources(path, inner.overrides), (), None, chain))
 
 
 def play(script: str, command: str, *arguments: str) -> str:

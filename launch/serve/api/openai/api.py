@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -44,7 +45,22 @@ _TYPES: Mapping[Kind, str] = {
 }
 """OpenAI's type of each kind."""
 
+ROW_ENDPOINTS: Mapping[str, tuple[str, type[Answer]]] = {
+    "/v1/completions": ("completion", CompletionAnswer),
+    "/v1/chat/completions": ("chat", ChatAnswer),
+    "/v1/responses": ("response", ResponseAnswer),
+}
+"""Endpoints whose requests may be rows of a batch: their kinds, of `parsing.messages.Task`, and answers."""
+
 T = TypeVar("T")
+_Wait = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+
+
+class _Begun(NamedTuple):
+    """A request in work, and how it wants its answer."""
+
+    generation: Generation
+    answering: Answering
 
 
 class OpenAIApi:
@@ -113,9 +129,7 @@ class OpenAIApi:
         try:
             return await self._answer(request, kind, answer)
         except Refusal as refusal:
-            if refusal.field == "prompt":  # which is made of what the request has
-                refusal.field = "input" if kind == "response" else "messages"
-            raise
+            raise in_words_of(kind, refusal) from None
 
     async def _answer(self, request: Request, kind: str, answer_type: type[Answer]) -> Response:
         """Make a body's answer, counted as a request for the one model."""
@@ -123,37 +137,77 @@ class OpenAIApi:
         counted = self._frontend.metrics.models.begin(self._frontend.model_name)
         try:
             with await self._bodies.read(request) as body:
-                arrived = time.perf_counter()
-                found: object = self._frontend.parse_in_loop(kind, body.content)
-                if found is None:
-                    found = await unless_gone(request, self._frontend.read(kind, body.content, arrived))
-                assert isinstance(found, ParsedRequest | UnencodedRequest)
-                answering = _answering_of(found)
-                generation = await self._frontend.begin(found, arrived)
-            counted.num_inferences = len(found.prompts) * answering.sampling.n
-            counted.enter(Stage.INFER)
-            frontend, prompts = self._frontend, generation.prompts
-            model = answering.sampling.lora_name or frontend.model_name
-            answer = answer_type(model, frontend.tokenizer, answering, prompts, frontend.end_token_ids)
-            if answering.stream:
-                return self._stream(generation, answer, counted)
-            try:
-                await unless_gone(request, _collect(generation, answer, counted))
-            finally:
-                generation.close()
-            counted.move_to_queue(generation.queue_seconds)
-            counted.enter(Stage.OUTPUT)
-            with counted:
-                parts = answer.whole(generation.usage, self._frontend.draft_len)
-                # As many numbers as prompts are long take too long for the event loop.
-                is_long = answering.prompt_logprobs is not None
-                return answer_in_parts(await (asyncio.to_thread(list, parts) if is_long else make_parts(parts)))
+                begun = await self._begin(kind, body.content, counted, partial(unless_gone, request))
+            answer = self._make_answer(answer_type, begun)
+            if begun.answering.stream:
+                return self._stream(begun.generation, answer, counted)
+            return answer_in_parts(await self._finish(begun, answer, counted, partial(unless_gone, request)))
         except ClientDisconnect:
             counted.fail(Failure.CANCELED)
             raise
         except BaseException as error:
             counted.fail_with(error)
             raise
+
+    async def answer_row(self, path: str, body: bytes) -> bytes:
+        """The whole answer to a request that is a row of a batch.
+
+        Args:
+            path: of its endpoint.
+            body: JSON.
+
+        Raises:
+            Refusal: it is not answered.
+        """
+        kind, answer_type = ROW_ENDPOINTS[path]
+        counted = self._frontend.metrics.models.begin(self._frontend.model_name)
+        try:
+            begun = await self._begin(kind, body, counted, _wait, may_stream=False)
+            answer = self._make_answer(answer_type, begun)
+            return b"".join(await self._finish(begun, answer, counted, _wait))
+        except Refusal as refusal:
+            counted.fail_with(refusal)
+            raise in_words_of(kind, refusal) from None
+        except BaseException as error:
+            counted.fail_with(error)
+            raise
+
+    async def _begin(
+        self, kind: str, body: bytes, counted: ModelRequest, wait: _Wait, may_stream: bool = True
+    ) -> _Begun:
+        """Read a body and have it completed; `wait` says while what it is waited for."""
+        arrived = time.perf_counter()
+        found: object = self._frontend.parse_in_loop(kind, body)
+        if found is None:
+            found = await wait(self._frontend.read(kind, body, arrived))
+        assert isinstance(found, ParsedRequest | UnencodedRequest)
+        answering = answering_of(found)
+        if not may_stream:
+            check_row(answering)
+        generation = await self._frontend.begin(found, arrived)
+        counted.num_inferences = len(found.prompts) * answering.sampling.n
+        counted.enter(Stage.INFER)
+        return _Begun(generation, answering)
+
+    def _make_answer(self, answer_type: type[Answer], begun: _Begun) -> Answer:
+        frontend, answering = self._frontend, begun.answering
+        model = answering.sampling.lora_name or frontend.model_name
+        return answer_type(model, frontend.tokenizer, answering, begun.generation.prompts, frontend.end_token_ids)
+
+    async def _finish(self, begun: _Begun, answer: Answer, counted: ModelRequest, wait: _Wait) -> list[bytes]:
+        """The parts of a whole answer."""
+        generation = begun.generation
+        try:
+            await wait(_collect(generation, answer, counted))
+        finally:
+            generation.close()
+        counted.move_to_queue(generation.queue_seconds)
+        counted.enter(Stage.OUTPUT)
+        with counted:
+            parts = answer.whole(generation.usage, self._frontend.draft_len)
+            # As many numbers as prompts are long take too long for the event loop.
+            is_long = begun.answering.prompt_logprobs is not None
+            return await (asyncio.to_thread(list, parts) if is_long else make_parts(parts))
 
     def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
         def close() -> None:
@@ -209,7 +263,25 @@ class OpenAIApi:
         }
 
 
-def _answering_of(found: ParsedRequest | UnencodedRequest) -> Answering:
+async def _wait(work: Coroutine[Any, Any, T]) -> T:
+    """Wait for it, whoever is gone."""
+    return await work
+
+
+def check_row(answering: Answering) -> None:
+    """Raise a Refusal where a row of a batch wants an answer that no file has."""
+    if answering.stream:
+        raise Refusal(Kind.INVALID, "stream: rows of a batch are answered as a whole: leave it out", "stream")
+
+
+def in_words_of(kind: str, refusal: Refusal) -> Refusal:
+    """A refusal that names the field of a chat that its prompt was made of."""
+    if refusal.field == "prompt" and kind != "completion":
+        refusal.field = "input" if kind == "response" else "messages"
+    return refusal
+
+
+def answering_of(found: ParsedRequest | UnencodedRequest) -> Answering:
     """How a request is to be answered, whoever has parsed it."""
     if isinstance(found, UnencodedRequest):
         assert isinstance(found.others, Answering)

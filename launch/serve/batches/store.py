@@ -1,0 +1,328 @@
+"""Files and batches on a directory of one server's own: what is written there outlives the server, however it ends.
+
+    lock                            held by the server that has the directory
+    files/ID.json, files/ID         of each file what is known, and its content
+    batches/ID.json                 of each batch what is known
+    batches/ID.output, ID.error     of one that is not over its lines so far, in the order in which they were done
+
+A JSON file is replaced as a whole. Lines are single writes, of which a kill may tear the last one. Only files and
+batches that are known are looked up: an id never becomes a path unless the server has made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.batches.records import BatchRecord, FileRecord, output_id
+from launch.serve.batches.rows import ERRORS, OUTPUT
+from trtrun.errors import ConfigError, shorten_path
+
+KEY = "server.batch_directory"
+_UPLOADED = ".part"
+_SUFFIX = ".json"
+_MODE = 0o700
+_THREADS = 4
+
+T = TypeVar("T")
+RecordT = TypeVar("RecordT", FileRecord, BatchRecord)
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_directory(directory: Path) -> Path:
+    """Make the directory where there is none.
+
+    Returns:
+        Its path from the root.
+
+    Raises:
+        ConfigError: it cannot be used, or is open to others.
+    """
+    directory = directory.resolve()
+    try:
+        directory.mkdir(mode=_MODE, parents=True, exist_ok=True)
+        mode = directory.stat().st_mode
+        for name in ("files", "batches"):
+            (directory / name).mkdir(mode=_MODE, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{KEY}: cannot use {shorten_path(directory)}: {error.strerror}") from None
+    if mode & 0o077:
+        raise ConfigError(f"{KEY}: {shorten_path(directory)} is open to other users: chmod 700 it")
+    return directory
+
+
+class BatchStore:
+    """What is kept, as the event loop knows it. Changes are written by other threads, one after the other.
+
+    Attributes:
+        files, batches: by their ids, the oldest first.
+    """
+
+    def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
+        """Know nothing yet.
+
+        Args:
+            directory: that is prepared.
+            now: seconds since the epoch.
+        """
+        self.now = now
+        self.files: dict[str, FileRecord] = {}
+        self.batches: dict[str, BatchRecord] = {}
+        self._directory = directory
+        self._lock: int | None = None
+        self._writing = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "batches")
+
+    async def aside(self, work: Callable[..., T], *arguments: object) -> T:
+        """Do what may take long, in a thread: those are few, and no other request waits for one."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def take(self) -> bool:
+        """Take the directory, unless another server has it, and read what is there; whether it is taken.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return False
+        except OSError:
+            logger.warning("%s: the file system has no locks: no other server may have this directory", KEY)
+        self._lock = lock
+        self._read()
+        return True
+
+    def let_go(self) -> None:
+        """Let another server have it; calling it again does nothing."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _read(self) -> None:
+        for torn in [*self._files_dir.glob(f"*{_UPLOADED}"), *self._directory.glob("*/*.new")]:
+            torn.unlink(missing_ok=True)
+        files = _read_records(self._files_dir, FileRecord)
+        self.files = {file.id: file for file in files if self.content_path(file.id).is_file()}
+        self.batches = {batch.id: batch for batch in _read_records(self._directory / "batches", BatchRecord)}
+
+    @property
+    def _files_dir(self) -> Path:
+        return self._directory / "files"
+
+    def content_path(self, file_id: str) -> Path:
+        """Where a known file's content is."""
+        return self._files_dir / file_id
+
+    def upload_path(self, file_id: str) -> Path:
+        """Where a content is while it comes."""
+        return self._files_dir / f"{file_id}{_UPLOADED}"
+
+    def lines_path(self, batch_id: str, kind: str) -> Path:
+        """Where the lines of a batch are that is not over."""
+        return self._directory / "batches" / f"{batch_id}.{kind}"
+
+    def find_file(self, file_id: str, owner: str) -> FileRecord:
+        """A file of an owner.
+
+        Raises:
+            Refusal: there is none.
+        """
+        file = self.files.get(file_id)
+        if file is None or file.owner != owner or self._has_expired(file):
+            raise Refusal(Kind.UNKNOWN_MODEL, "there is no such file, or it is another key's, or has expired", "id")
+        return file
+
+    def files_of(self, owner: str) -> list[FileRecord]:
+        """All files of an owner, the oldest first."""
+        return [file for file in self.files.values() if file.owner == owner and not self._has_expired(file)]
+
+    def find_batch(self, batch_id: str, owner: str) -> BatchRecord:
+        """A batch of an owner.
+
+        Raises:
+            Refusal: there is none.
+        """
+        batch = self.batches.get(batch_id)
+        if batch is None or batch.owner != owner:
+            raise Refusal(Kind.UNKNOWN_MODEL, "there is no such batch, or it is another key's", "id")
+        return batch
+
+    def _has_expired(self, file: FileRecord) -> bool:
+        return file.expires_at is not None and file.expires_at <= self.now()
+
+    def user_of(self, file_id: str) -> BatchRecord | None:
+        """The batch that is not over and reads a file; None where none does."""
+        return next((one for one in self.batches.values() if one.input_file_id == file_id and not one.is_over), None)
+
+    async def add_file(self, file: FileRecord, content: Path) -> None:
+        """Keep a file, whose content is moved from where it is.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        record = msgspec.json.encode(file)
+
+        def write() -> None:
+            # First what is known: a file without content is none, and content alone would stay for ever.
+            _replace(self._files_dir / f"{file.id}{_SUFFIX}", record)
+            os.replace(content, self.content_path(file.id))
+
+        async with self._writing:
+            await self.aside(write)
+        self.files[file.id] = file
+
+    async def remove_file(self, file_id: str) -> None:
+        """Forget a file and its content."""
+        self.files.pop(file_id, None)
+        async with self._writing:
+            for path in (self.content_path(file_id), self._files_dir / f"{file_id}{_SUFFIX}"):
+                await self.aside(path.unlink, True)
+
+    async def remove_expired(self) -> None:
+        """Forget the files whose time is over, but for those that batches still read."""
+        for file in [file for file in self.files.values() if self._has_expired(file)]:
+            if self.user_of(file.id) is None:
+                await self.remove_file(file.id)
+
+    async def save(self, batch: BatchRecord) -> None:
+        """Keep a batch as it is now.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        record = msgspec.json.encode(batch)
+        path = self._directory / "batches" / f"{batch.id}{_SUFFIX}"
+        async with self._writing:
+            await self.aside(_replace, path, record)
+        self.batches[batch.id] = batch
+
+    async def keep_lines(self, batch: BatchRecord) -> None:
+        """Make files of a batch's lines, which the batch then names; doing it again, where that was interrupted, makes
+        the same ones.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        for kind, field in ((OUTPUT, "output_file_id"), (ERRORS, "error_file_id")):
+            lines, file_id = self.lines_path(batch.id, kind), output_id(batch.id, kind)
+            if await self.aside(_sync, lines):
+                created, seconds = int(self.now()), batch.output_seconds
+                expires_at = None if seconds is None else created + seconds
+                size, name = lines.stat().st_size, f"{batch.id}_{kind}.jsonl"
+                await self.add_file(
+                    FileRecord(file_id, name, "batch_output", size, created, batch.owner, expires_at), lines
+                )
+            setattr(batch, field, file_id if file_id in self.files else None)
+
+
+class LineFile:
+    """The lines of a batch that are done, of one kind. A line is one write: it outlives this process, not the host."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, and cut off what a kill has left of a line.
+
+        Raises:
+            OSError: it cannot be.
+        """
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._path = path
+        self._end = 0
+
+    def read_ids(self) -> list[str]:
+        """The custom_id of each line.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        found = []
+        with self._path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._end += len(line)
+                found.append(_CUSTOM_ID.decode(line).custom_id)
+        os.ftruncate(self._file, self._end)
+        return found
+
+    def write(self, line: bytes) -> None:
+        """Append a line; as a whole, or not at all.
+
+        Raises:
+            OSError: it cannot be written, as on a full disk.
+        """
+        done = 0
+        try:
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file, self._end)
+            raise
+        self._end += len(line)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._file)
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+
+
+_CUSTOM_ID = msgspec.json.Decoder(_Line)
+
+
+def _read_records(folder: Path, kind: type[RecordT]) -> list[RecordT]:
+    """All records of a folder, the oldest first; one that cannot be read is passed over, with a line in the log."""
+    found: list[RecordT] = []
+    for path in folder.glob(f"*{_SUFFIX}"):
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=kind)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            logger.warning("%s: %s is passed over: %s", KEY, path, error)
+            continue
+        found += [record] if path.stem == record.id else []
+    return sorted(found, key=lambda record: (record.created_at, record.id))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Make a file of this content in one step."""
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _sync(path: Path) -> bool:
+    """Have the disk keep a file; whether there is anything in it. An empty one is removed."""
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            is_there = os.fstat(file.fileno()).st_size > 0
+    except FileNotFoundError:
+        return False
+    if not is_there:
+        path.unlink()
+    return is_there
