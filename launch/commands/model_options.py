@@ -183,9 +183,12 @@ def print_configuration(settled: Settled, more: Sequence[str] = ()) -> None:
     from launch.jobs.placement.run_config import load_run_config
     from launch.jobs.plan.yaml_text import render_yaml, with_absolute_models
     from launch.jobs.slurm.section import check_slurm_section
+    from trtrun.configuration.config import RuntimeConfig
 
     overrides = [*settled.overrides, *more]
     load_run_config(settled.path, overrides, check_slurm_section)
     base = Path.cwd() if settled.path == COMMAND_LINE else settled.path.resolve().parent
-    values = with_absolute_models(read_values(settled.path, overrides), base)
+    found = with_absolute_models(read_values(settled.path, overrides), base)
+    known = [*RuntimeConfig.model_fields]
+    values = {name: found[name] for name in sorted(found, key=known.index)}
     print(render_yaml(values, {choice.key: choice.reason for choice in settled.choices}), end="")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from launch.commands.model_options import tell_choices
+
 if TYPE_CHECKING:
     from launch.jobs.slurm.script import Array, BatchJob
 
@@ -82,6 +84,7 @@ def submit(
     from launch.jobs.slurm.script import render_script
 
     inner = parse_inner(words, config_path, overrides)
+    tell_choices(inner.settled)
     changes = {name: value for name, value in settings.items() if value is not None}
     resources = read_resources(inner.settled.path, inner.overrides, changes, inner.place_ranks, inner.read)
     job = make_job(inner, resources, overrides, array, chain)

@@ -299,3 +299,15 @@ def test_a_drafter_is_trained_on_a_rank_a_device_and_gone_on_with(here: Path) ->
         script_of(*train, "--steps", "-1")
     with pytest.raises(click.UsageError, match="train-drafter has none"):
         script_of(*train, array=Array(2))
+
+
+def test_a_job_without_a_yaml_file(here: Path) -> None:
+    with pytest.raises(click.UsageError, match="name the devices on the job's node: --devices 0,1"):
+        parse_inner(("serve", "asset:target"), None, ())
+    inner = parse_inner(("serve", "asset:target", "--devices", "0,1"), None, ("speculation.draft_len=3",))
+    resources = read_resources(inner.settled.path, inner.overrides)
+    assert (resources.gpus, resources.config.draft_len) == (2, 3)
+    words = words_in_shell(render_script(make_job(inner, resources, ("speculation.draft_len=3",), None)))
+    assert "--config" not in words and words[-3:] == ["asset:target", "--devices", "0,1"]
+    changes = {words[index + 1] for index, word in enumerate(words) if word == "--set"}
+    assert {"draft.devices=[0, 1]", "speculation.draft_len=3"} <= changes  # what was chosen here holds there
