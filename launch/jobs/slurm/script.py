@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.jobs.slurm.container import check_container, container_words, prepare_container
 from launch.jobs.slurm.resources import SlurmResources
 from launch.jobs.slurm.script_parts import PLAIN_BODY, draining_body
 from launch.jobs.slurm.section import SlurmSection
@@ -208,14 +209,19 @@ def _describe_ranks(job: BatchJob) -> Iterator[str]:
 
 def _command(job: BatchJob) -> Iterator[str]:
     """The command as an array of bash, an option a line."""
-    before: list[str] = []
-    if job.slurm.launcher == "srun" and job.resources.topology.world_size > 1:
-        from launch.jobs.slurm.script_parts import prepare_step, step_words
+    from launch.jobs.slurm.script_parts import prepare_step, step_words
 
+    container, before, python = job.slurm.container, list[str](), sys.executable
+    is_step = job.slurm.launcher == "srun" and job.resources.topology.world_size > 1
+    if is_step:
         yield from prepare_step(job.resources)
         before = step_words(job.resources)
-    starts: list[str | Word] = [*before, sys.executable, "-m"]
-    if before:
+    if container is not None:
+        yield from prepare_container(container, is_step)
+        before = container_words(job.resources, before, job.folder)
+        python = "python3"
+    starts: list[str | Word] = [*before, python, "-m"]
+    if is_step:
         starts += ["mpi4py", "-m"]  # an exception on one rank would hang the others under plain python
     yield "job=("
     yield from (f"    {line}" for line in _wrap([*starts, "launch.cli", *job.words]))
@@ -260,6 +266,8 @@ def _check(job: BatchJob) -> None:
     folder = (job.folder / slurm.output).parent
     if "%" not in str(folder) and not folder.is_dir():
         raise ConfigError(f"launch.slurm.output: {folder} does not exist, and Slurm does not make it: make it")
+    if slurm.container is not None:
+        check_container(job.resources, job.folder)
     limit = parse_time(slurm.time) if slurm.time is not None else None
     if job.output is None and slurm.requeue and job.words[0] == "run":
         raise ConfigError("launch.slurm.requeue: only a run with --output FILE.jsonl keeps rows to go on with")
