@@ -4,13 +4,18 @@ ranks without weights.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from launch.commands.common import load, with_config
 from trtrun.configuration.config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from launch.jobs.mpi.job import Job
 
 
 @click.command()
@@ -86,6 +91,7 @@ def check(
         if not has_parent():  # else it has said so
             check_job(job.spec)
             _tell_formats(job.spec.config, as_json)
+            _warn_before_mpi(job)
 
     status = job.enter(preflight)
     if status is not None:
@@ -93,6 +99,15 @@ def check(
     from launch.jobs.check.rank_check import play_check
 
     return play_check(job.spec, as_json)
+
+
+def _warn_before_mpi(job: Job) -> None:
+    """Say what may end ranks while MPI starts."""
+    from launch.jobs.check.surroundings import warn_before_mpi
+
+    warning = warn_before_mpi({**os.environ, **job.config.launch.environment}) if job.needs_mpirun else None
+    if warning is not None:
+        print(f"trtrun: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _tell_formats(config: RuntimeConfig, as_json: bool) -> None:
