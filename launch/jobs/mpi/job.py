@@ -123,7 +123,16 @@ class Job:
         stays_here = self._is_on_this_host(choice.flavour, {**environment, **section.environment})
         shares_memory = stays_here and has_room(shared, environment, self.topology.world_size)
         return Launch(
-            self.topology, section, environment, choice, placed, by_ssh, may_lose, may_lose_hosts, shares_memory
+            self.topology,
+            section,
+            environment,
+            choice,
+            placed,
+            by_ssh,
+            may_lose,
+            may_lose_hosts,
+            stays_here,
+            shares_memory,
         )
 
     def _build(self, launch: Launch) -> list[str]:

@@ -61,8 +61,7 @@ def prepare_container(container: ContainerSection, is_step: bool) -> Iterator[st
     elif not is_step:
         yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"'
     before = "" if prefix is None else f"{prefix}ENV_"
-    inside = {} if is_step or container.runtime == "ce" else {"HYDRA_LAUNCHER": "fork"}
-    for name, value in {**inside, **container.env}.items():
+    for name, value in container.env.items():
         yield f"export {before}{name}={shlex.quote(value)}"
 
 
