@@ -32,6 +32,16 @@ def in_allocation(environment: Mapping[str, str] | None = None) -> bool:
     return bool((os.environ if environment is None else environment).get("SLURM_JOB_NODELIST"))
 
 
+def is_outside(environment: Mapping[str, str]) -> bool:
+    """Whether the environment speaks of a Slurm job that this host has no part in: a login node's, or one that is over.
+
+    Args:
+        environment: of this process, or of one that it starts.
+    """
+    nodes = environment.get("SLURM_JOB_NODELIST", "")
+    return bool(nodes) and not _names_host(nodes, socket.gethostname()) and "SLURMD_NODENAME" not in environment
+
+
 def find_allocation(environment: Mapping[str, str] | None = None) -> Allocation:
     """The allocation that this process runs in: Slurm's, or this host alone under an empty name.
 
