@@ -50,7 +50,7 @@ while found:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Of one rank.
+    """One rank's.
 
     Attributes:
         library: the MPI library's name and version; empty in a job without MPI.
@@ -97,7 +97,7 @@ class Surroundings:
 
 
 def find_surroundings(with_mpi: bool, environment: Mapping[str, str] | None = None) -> Surroundings:
-    """Those of this process. MPI is started, or at least loaded.
+    """Look at this process's. MPI is started, or at least loaded.
 
     Args:
         with_mpi: whether the job has MPI.

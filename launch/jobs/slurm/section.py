@@ -34,15 +34,13 @@ def _check_binds(binds: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ContainerSection(Section):
-    """The image that all processes of a batch job run in; trtrun is in it, and its `python3` is on PATH there.
+    """The image that all processes of a batch job run in; its `python3` has trtrun.
 
     Attributes:
-        image: for Apptainer a .sif file, a directory or a URI; for pyxis a .sqsh file or what enroot imports; for `ce`
-            the EDF file, or its name.
-        runtime: what starts the image: Apptainer, Singularity, Slurm's pyxis, or the Container Engine of CSCS.
-        binds: folders of the host, `/SOURCE`, `/SOURCE:/TARGET` or `/SOURCE:/TARGET:ro`. The job's own folder always is
-            one. For `ce` they stand in the EDF file.
-        env: variables inside, which come before the image's. For `ce` they stand in the EDF file.
+        image: a file or what the runtime imports; for `ce` the EDF file, or its name.
+        runtime: what starts it; `ce` is the Container Engine of CSCS.
+        binds: folders of the host: `/SOURCE`, `/SOURCE:/TARGET` or `/SOURCE:/TARGET:ro`.
+        env: variables inside. For `ce` these and binds stand in the EDF file.
     """
 
     image: Line
@@ -75,7 +73,7 @@ class SlurmSection(Section):
         setup: shell lines to run first on the first node, such as `module load cuda`.
         launcher: what starts the ranks inside the job.
         srun_mpi: value of srun's `--mpi` where the launcher is srun.
-        container: an image for all processes of the job (see below).
+        container: an image for all of the job.
         requeue: put the job back into the queue when it was drained before it was done.
         signal_seconds: how long before the time limit Slurm warns the job, so that it drains.
         extra: further sbatch options as they stand, such as `--mail-type=END`.
