@@ -245,6 +245,8 @@ def describe_lacks(environment: Mapping[str, str]) -> Iterator[str]:
             )
     if not has_loopback():
         yield "this host has no loopback interface at 127.0.0.1, which mpirun and its ranks need: ip link set lo up"
+    if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        yield f"{SHARED_MEMORY} cannot be written, and ranks of one host speak through it: mount it for all users"
     if is_outside(environment):
         nodes, job = environment["SLURM_JOB_NODELIST"], environment.get("SLURM_JOB_ID", "?")
         yield (

@@ -6,8 +6,9 @@ that has trtrun, a `python3` on PATH, and MPICH where ranks are started by srun.
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from launch.jobs.slurm.resources import SlurmResources
@@ -21,8 +22,12 @@ LONE_STEP = ("srun", "--mpi=none", "--nodes=1", "--ntasks=1", "--cpu-bind=none",
 """Enters an image that only a step of Slurm can, for a process that is no rank itself."""
 
 
-def check_container(resources: SlurmResources, folder: Path) -> None:
+def check_container(resources: SlurmResources, folders: Sequence[str]) -> None:
     """Refuse what the runtime would refuse, or misread, when the job runs.
+
+    Args:
+        resources: of the job.
+        folders: as of `container_words`.
 
     Raises:
         ConfigError: one line that names the key.
@@ -36,13 +41,12 @@ def check_container(resources: SlurmResources, folder: Path) -> None:
         )
     image = _image_file(container)
     if image is not None:
-        path = folder / image
+        path = Path(folders[0], image)
         if path.parent.is_dir() and not path.exists():  # a folder that only the nodes have cannot be looked at
             raise ConfigError(f"launch.slurm.container.image: {path} does not exist")
-    if container.runtime != "ce" and ("," in str(folder) or ":" in str(folder)):
-        raise ConfigError(
-            f"launch.slurm.container: {folder} cannot be bound, for a comma or a colon in its name: submit from another"
-        )
+    wrong = next((folder for folder in folders if "," in folder or ":" in folder), None)
+    if container.runtime != "ce" and wrong is not None:
+        raise ConfigError(f"launch.slurm.container: {wrong} cannot be bound, for a comma or a colon in its name")
 
 
 def prepare_container(container: ContainerSection, is_step: bool) -> Iterator[str]:
@@ -65,27 +69,45 @@ def prepare_container(container: ContainerSection, is_step: bool) -> Iterator[st
         yield f"export {before}{name}={shlex.quote(value)}"
 
 
-def container_words(resources: SlurmResources, step: Sequence[str], folder: Path) -> list[str]:
+def folders_to_bind(folder: Path, output: Path | None, words: Iterable[str]) -> list[str]:
+    """The job's folder, and those of its output and of files that its command names: its YAML file, prompts.
+
+    Args:
+        folder: where the job runs.
+        output: its file, absolute; None for a command that keeps none.
+        words: that may be files' names, from there; others are passed over.
+    """
+    files = [os.path.abspath(folder / word) for word in words]
+    parents = [Path(file).parent for file in files if os.path.isfile(file)]
+    found = [folder]
+    for parent in [*parents, *([output.parent] if output is not None else [])]:
+        if parent != Path("/") and not any(parent.is_relative_to(other) for other in found):
+            found.append(parent)
+    return [str(item) for item in found]
+
+
+def container_words(resources: SlurmResources, step: Sequence[str], folders: Sequence[str]) -> list[str]:
     """The words that enter the image, in front of the command.
 
     Args:
         resources: of the job.
         step: srun and its options, where it starts the ranks; else nothing.
-        folder: where the job runs.
+        folders: to bind beside those of the section; the first is where the job runs.
     """
     container = resources.slurm.container
     assert container is not None
+    folder = folders[0]
     if container.runtime in PREFIXES:
         words = [*step, container.runtime, "exec"]
         if resources.gpus:
             words.append("--nv")
-        for bind in (str(folder), *container.binds):
+        for bind in (*folders, *container.binds):
             words += ["--bind", bind]
-        return [*words, "--pwd", str(folder), container.image]
+        return [*words, "--pwd", folder, container.image]
     words = [*(step or LONE_STEP)]
     if container.runtime == "ce":
         return [*words, f"--environment={container.image}"]
-    binds = [bind if ":" in bind else f"{bind}:{bind}" for bind in (str(folder), *container.binds)]
+    binds = [bind if ":" in bind else f"{bind}:{bind}" for bind in (*folders, *container.binds)]
     words += [f"--container-image={container.image}", f"--container-mounts={','.join(binds)}"]
     words.append(f"--container-workdir={folder}")
     if container.env:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.jobs.slurm.container import check_container, container_words, prepare_container
+from launch.jobs.slurm.container import check_container, container_words, folders_to_bind, prepare_container
 from launch.jobs.slurm.resources import SlurmResources
 from launch.jobs.slurm.script_parts import PLAIN_BODY, draining_body
 from launch.jobs.slurm.section import SlurmSection
@@ -107,6 +107,12 @@ class BatchJob:
     def slurm(self) -> SlurmSection:
         """The settings."""
         return self.resources.slurm
+
+    @property
+    def folders_inside(self) -> list[str]:
+        """What an image must have of the host for the command, the job's folder first."""
+        texts = [word.rpartition("=")[2] if word.startswith("-") else word for word in self.words if type(word) is str]
+        return folders_to_bind(self.folder, self.output, texts)
 
     @property
     def log(self) -> str:
@@ -218,7 +224,7 @@ def _command(job: BatchJob) -> Iterator[str]:
         before = step_words(job.resources)
     if container is not None:
         yield from prepare_container(container, is_step)
-        before = container_words(job.resources, before, job.folder)
+        before = container_words(job.resources, before, job.folders_inside)
         python = "python3"
     starts: list[str | Word] = [*before, python, "-m"]
     if is_step:
@@ -267,7 +273,7 @@ def _check(job: BatchJob) -> None:
     if "%" not in str(folder) and not folder.is_dir():
         raise ConfigError(f"launch.slurm.output: {folder} does not exist, and Slurm does not make it: make it")
     if slurm.container is not None:
-        check_container(job.resources, job.folder)
+        check_container(job.resources, job.folders_inside)
     limit = parse_time(slurm.time) if slurm.time is not None else None
     if job.output is None and slurm.requeue and job.words[0] == "run":
         raise ConfigError("launch.slurm.requeue: only a run with --output FILE.jsonl keeps rows to go on with")

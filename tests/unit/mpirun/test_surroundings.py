@@ -44,6 +44,12 @@ def test_a_missing_loopback_interface_is_named(tmp_path: Path, monkeypatch: pyte
     assert line.endswith("ip link set lo up")
 
 
+def test_shared_memory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.jobs.mpi.host_folders.SHARED_MEMORY", tmp_path / "shm")
+    (line,) = describe_lacks({"TMPDIR": str(tmp_path)})
+    assert line.startswith(f"{tmp_path / 'shm'} cannot be written, and ranks of one host speak through it")
+
+
 def test_a_slurm_job_that_this_host_has_no_part_in_is_named(tmp_path: Path) -> None:
     job = {"TMPDIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
     (line,) = describe_lacks(job)

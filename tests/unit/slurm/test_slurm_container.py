@@ -91,6 +91,24 @@ def test_mpirun_and_single_processes_are_inside_as_one(here: Path) -> None:
         assert variables_in_shell(script)["SRUN_CPUS_PER_TASK"] == "7"
 
 
+def test_files_that_the_command_names_elsewhere_are_bound_too(here: Path, tmp_path: Path) -> None:
+    for name in ("prompts", "outputs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "prompts" / "q.jsonl").write_bytes(Path("p.jsonl").read_bytes())
+    files = (
+        "--prompts",
+        "../prompts/q.jsonl",
+        f"--output={tmp_path}/outputs/o.jsonl",
+        "--stop",
+        "x" * 5000,
+        "--stop",
+        "/usr",
+    )
+    words = words_in_shell(script_of("run", *files, slurm=container()))
+    bound = [words[place + 1] for place, word in enumerate(words) if word == "--bind"]
+    assert bound == [str(here), f"{tmp_path}/prompts", f"{tmp_path}/outputs"]
+
+
 def test_the_whole_script_is_a_script(here: Path) -> None:
     for runtime in ("apptainer", "pyxis", "ce"):
         script = script_of(*run(*TWO_RANKS), slurm=srun(runtime=runtime))
