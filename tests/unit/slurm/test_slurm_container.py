@@ -102,7 +102,7 @@ def test_files_that_the_command_names_elsewhere_are_bound_too(here: Path, tmp_pa
         "--stop",
         "x" * 5000,
         "--stop",
-        "/usr",
+        "/usr/bin",
     )
     words = words_in_shell(script_of("run", *files, slurm=container()))
     bound = [words[place + 1] for place, word in enumerate(words) if word == "--bind"]
