@@ -60,11 +60,10 @@ def find_allocation(environment: Mapping[str, str] | None = None) -> Allocation:
         hosts = tuple(check_host(host) for host in expand_hosts(values["SLURM_JOB_NODELIST"]))
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"SLURM_JOB_NODELIST: {error}") from None
-    cpus = values.get("SLURM_CPUS_ON_NODE", "")
     return Allocation(
         hosts,
         _count_granted_gpus(values, len(hosts)),
-        int(cpus) if cpus.isdecimal() else None,
+        _count_granted_cores(values),
         f"Slurm job {values.get('SLURM_JOB_ID', '?')}",
     )
 
@@ -129,6 +128,16 @@ def _expand(item: str) -> Iterator[str]:
         for number in range(int(first), int(last) + 1):
             for rest in _expand(match[3]):
                 yield f"{match[1]}{number:0{len(first)}d}{rest}"
+
+
+def _count_granted_cores(values: Mapping[str, str]) -> int | None:
+    """Cores of the node that has fewest, such as 8 of "16,8(x2)"; None where they are not known.
+
+    A login node with the job's shell knows no other number than the job's, and ranks must come to the same.
+    """
+    told = values.get("SLURM_JOB_CPUS_PER_NODE") or values.get("SLURM_CPUS_ON_NODE", "")
+    counts = [re.fullmatch(r"([0-9]+)(?:\(x[0-9]+\))?", item) for item in told.split(",")]
+    return min((int(count[1]) for count in counts if count is not None), default=None)
 
 
 def _count_granted_gpus(values: Mapping[str, str], num_hosts: int) -> int | None:
