@@ -144,7 +144,8 @@ def _count_granted_gpus(values: Mapping[str, str], num_hosts: int) -> int | None
     """GPUs of each host of a Slurm job, None where they are not known."""
     if num_hosts > 1 and values.get("SLURM_GPUS") and not values.get("SLURM_GPUS_PER_NODE"):
         return None
-    on_node = values.get("SLURM_GPUS_ON_NODE", "")
+    # A login node has the second alone, such as "a100:4".
+    on_node = values.get("SLURM_GPUS_ON_NODE") or values.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     if on_node.isdecimal():
         return int(on_node)
     visible = values.get("CUDA_VISIBLE_DEVICES")

@@ -110,6 +110,7 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]"}
         ({}, None, None),
         ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, 4, None),
         ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2, None),
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4, None),
         ({"CUDA_VISIBLE_DEVICES": ""}, 0, None),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0, None),
         ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, 1, None),
