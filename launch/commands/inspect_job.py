@@ -4,15 +4,20 @@ ranks without weights.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from launch.commands.common import load, with_config
 from launch.commands.model_options import config_words, rank_words
 from trtrun.configuration.config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from launch.jobs.mpi.job import Job
 
 _POSITIVE = click.FloatRange(0, min_open=True)
 
@@ -116,6 +121,7 @@ def check(
         if not has_parent():  # else it has said so
             check_job(job.spec)
             _tell_formats(job.spec.config, as_json)
+            _warn_before_mpi(job)
 
     status = job.enter(preflight)
     if status is not None:
@@ -132,6 +138,15 @@ def _refuse_unused(hosts: bool, figures: Mapping[str, object]) -> None:
         is_given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
         if is_given and not hosts:
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --hosts")
+
+
+def _warn_before_mpi(job: Job) -> None:
+    """Say what may end ranks while MPI starts."""
+    from launch.jobs.check.surroundings import warn_before_mpi
+
+    warning = warn_before_mpi({**os.environ, **job.config.launch.environment}) if job.needs_mpirun else None
+    if warning is not None:
+        print(f"trtrun: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _tell_formats(config: RuntimeConfig, as_json: bool) -> None:

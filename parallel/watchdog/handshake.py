@@ -141,11 +141,23 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: get an interface's IPv4 address
 def listen(everywhere: bool) -> socket.socket:
     """A listening socket on a free port: of this host alone, or of all its interfaces."""
     if not everywhere:
-        return socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        address = own_loopback()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     return socket.create_server(("", 0), backlog=_BACKLOG)
+
+
+def own_loopback() -> str:
+    """The address at which this host reaches itself: where it has IPv6 alone, that one's."""
+    with socket.socket(socket.AF_INET) as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
 
 
 def own_addresses() -> list[str]:

@@ -25,7 +25,7 @@ from parallel.errors import HeartbeatError
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Doing
 from parallel.watchdog.fault_attribution import CLOSED_SECONDS
-from parallel.watchdog.handshake import connect, own_addresses
+from parallel.watchdog.handshake import connect, own_addresses, own_loopback
 from parallel.watchdog.heartbeat_server import PATIENCE_HEARTBEATS, HeartbeatServer, dump_seconds, heartbeat_interval
 from parallel.watchdog.message_socket import MessageSocket, wait_for
 from parallel.watchdog.processes import main_stack, named, own_process
@@ -70,7 +70,7 @@ def invite_workers(control: ControlPlane, topology: Topology, server: HeartbeatS
     hosts = [str(value["host"]) for value in gathered]
     everywhere = len(set(hosts)) > 1 or len(topology.hosts) > 1
     names = [name for name in (topology.host(0), own_host) if name]
-    addresses = list(dict.fromkeys([*own_addresses(), *names])) if everywhere else ["127.0.0.1"]
+    addresses = list(dict.fromkeys([*own_addresses(), *names])) if everywhere else [own_loopback()]
     port = server.listen(everywhere)
     logger.info("the heartbeat listens on port %d of %s", port, ", ".join(addresses))
     control.broadcast_start(

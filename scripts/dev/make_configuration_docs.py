@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from launch.jobs.slurm.section import SlurmSection
+from launch.jobs.slurm.section import ContainerSection, SlurmSection
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.drafting.speculation_section import HybridOptions, SpeculationSection, SuffixOptions
@@ -45,6 +45,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
     (("server",), ServerSection),
     (("launch",), LaunchSection),
     (("launch.slurm",), SlurmSection),
+    (("launch.slurm.container",), ContainerSection),
 )
 """Where each section stands in the file, and its class. Methods have sections of their own behind `speculation`."""
 

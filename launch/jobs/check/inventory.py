@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from launch.jobs.check.held_models import compare_engines, model_sections
+from launch.jobs.check.surroundings import Surroundings, find_surroundings, short_version
 from launch.jobs.placement.allocation import is_local
 from launch.jobs.placement.links import show_ranks
 from launch.jobs.placement.memory import JobMemory
@@ -62,6 +63,7 @@ class RankInventory:
         shard_bytes: weights of this rank.
         compared_bytes: of its shards of engines, where they were read whole and are what was built.
         kv_tokens: what this rank could hold by itself.
+        surroundings: MPI, what started the rank, what carries messages, the container; None in a short check.
         problems: what is wrong on this rank, one text each.
     """
 
@@ -77,6 +79,7 @@ class RankInventory:
     shard_bytes: int = 0
     compared_bytes: int = 0
     kv_tokens: int | None = None
+    surroundings: Surroundings | None = None
     problems: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,7 +89,9 @@ class RankInventory:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RankInventory:
         """From what `to_dict` gave, after a way through JSON."""
-        return cls(**{**values, "problems": tuple(values["problems"])})
+        told = values["surroundings"]
+        surroundings = None if told is None else Surroundings.from_dict(told)
+        return cls(**{**values, "surroundings": surroundings, "problems": tuple(values["problems"])})
 
 
 def take_inventory(
@@ -94,7 +99,7 @@ def take_inventory(
     rank: int,
     tell: Callable[[str], None] = lambda step: None,
     *,
-    reads_engines: bool = False,
+    is_thorough: bool = False,
 ) -> RankInventory:
     """Look at this rank's host: versions, models, device, memory.
 
@@ -102,7 +107,8 @@ def take_inventory(
         spec: as this rank sees it, with its own model directories.
         rank: this process's world rank.
         tell: called with what comes next, because file systems and drivers may hang.
-        reads_engines: read this rank's shards of engines whole, and compare them with what was built.
+        is_thorough: say what carries messages, too; read this rank's shards of engines whole, and compare them with
+            what was built.
     """
     problems: list[str] = []
     config, topology = spec.config, spec.topology
@@ -137,9 +143,12 @@ def take_inventory(
     inventory = RankInventory(
         rank, host, os.getpid(), is_placed, versions, configs, engines, snapshots, problems=tuple(problems)
     )
+    if is_thorough:
+        tell("asking for the MPI library")
+        inventory = replace(inventory, surroundings=find_surroundings(topology.world_size > 1))
     if slot is None or problems or not is_placed:
         return inventory
-    if reads_engines:
+    if is_thorough:
         compared, wrong = compare_engines(config, topology, rank, tell)
         inventory = replace(inventory, compared_bytes=compared, problems=wrong)
     tell(f"looking at {slot.device}")
@@ -234,17 +243,10 @@ def _read_versions(with_mpi: bool, with_nccl: bool) -> dict[str, str]:
         from mpi4py import MPI
 
         versions["mpi4py"] = str(mpi4py.__version__)
-        versions["MPI library"] = _short_mpi_version(MPI.Get_library_version())
+        versions["MPI library"] = short_version(MPI.Get_library_version())
     if with_nccl:
         versions[NCCL] = _nccl_version()
     return versions
-
-
-def _short_mpi_version(text: str) -> str:
-    """ "Open MPI v5.0.11, package: …" → "Open MPI v5.0.11"; MPICH tells its build, line by line."""
-    lines = [" ".join(line.replace("\0", "").split()) for line in text.splitlines()]
-    first = next((line for line in lines if line), "unknown")
-    return first.partition(", ")[0]
 
 
 def _nccl_version() -> str:

@@ -100,7 +100,7 @@ def lead_check(spec: JobSpec) -> CheckReport:
     """
     config, topology = spec.config, spec.topology
     if topology.world_size == 1:
-        ranks = [take_inventory(spec, 0, reads_engines=True)]
+        ranks = [take_inventory(spec, 0, is_thorough=True)]
         problems = find_misfits(ranks, topology)
         if problems:
             raise SetupError(problems)
@@ -110,7 +110,7 @@ def lead_check(spec: JobSpec) -> CheckReport:
         return CheckReport.make(topology, ranks, untried, seconds, translation=DraftTranslation.of(spec))
     seconds = config.launch.check_seconds
     until = STARTED + max(seconds / 2, seconds - LAUNCH_SECONDS)
-    with Session.open(spec, until - time.monotonic(), reads_engines=True) as session:
+    with Session.open(spec, until - time.monotonic(), is_thorough=True) as session:
         ranks, problems = session.gather_inventories()
         if problems:
             session.order({"step": "end", "ok": False})
@@ -124,7 +124,7 @@ def lead_check(spec: JobSpec) -> CheckReport:
 
 def follow_check(spec: JobSpec) -> None:
     """The thorough check on all other ranks: do what rank 0 says until it ends."""
-    with Session.open(spec, spec.config.launch.check_seconds, reads_engines=True) as session:
+    with Session.open(spec, spec.config.launch.check_seconds, is_thorough=True) as session:
         session.send_inventory()
         while (order := session.next_order())["step"] != "end":
             if session.rank not in order["ranks"]:

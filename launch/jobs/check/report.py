@@ -116,6 +116,16 @@ class CheckReport:
         """Versions, the same on all ranks that have them."""
         return {name: version for rank in self.ranks for name, version in rank.versions.items()}
 
+    @property
+    def surroundings(self) -> list[str]:
+        """What carries messages and what is lost with it, one line each; where ranks differ, with their numbers."""
+        found: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            for line in rank.surroundings.describe() if rank.surroundings is not None else ():
+                found.setdefault(line, []).append(rank.rank)
+        every = len(self.ranks)
+        return [line if len(ranks) == every else f"rank {show_ranks(ranks)}: {line}" for line, ranks in found.items()]
+
 
 def print_report(report: CheckReport) -> None:
     """Show tables of the ranks and the links on standard output."""
@@ -142,6 +152,8 @@ def print_report(report: CheckReport) -> None:
             console.print(_sum_table(link))
     same = ": the same on all ranks" if len(report.ranks) > 1 else ""
     print(", ".join(f"{name} {version}" for name, version in report.versions.items()) + same)
+    for line in report.surroundings:
+        print(line)
     if report.draft_loss is not None:
         what, why = report.draft_loss
         print(f"a lost draft rank {f'ends the job: {why}' if what == 'end' else 'costs drafts only: the job goes on'}")
@@ -170,6 +182,7 @@ def report_json(report: CheckReport | None, problems: Sequence[str] = ()) -> str
                 for rank, role, device in zip(report.ranks, report.roles, report.devices, strict=True)
             ],
             "on_draft_loss": report.draft_loss[0] if report.draft_loss is not None else None,
+            "why_draft_loss_ends": (report.draft_loss[1] or None) if report.draft_loss is not None else None,
             "translation": asdict(report.translation) if report.translation is not None else None,
             "links": [asdict(link) for link in report.links],
             "problems": list(report.failures),

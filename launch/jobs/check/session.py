@@ -59,8 +59,8 @@ class Session:
     when time is over, also where rank 0 itself waits inside MPI.
     """
 
-    def __init__(self, spec: JobSpec, world: MPI.Intracomm, seconds: float, *, reads_engines: bool) -> None:
-        self._reads_engines = reads_engines
+    def __init__(self, spec: JobSpec, world: MPI.Intracomm, seconds: float, *, is_thorough: bool) -> None:
+        self._is_thorough = is_thorough
         self._spec = spec
         self.config = spec.config
         self.topology = topology = spec.topology
@@ -80,17 +80,17 @@ class Session:
             teller.tell(DONE, "the start")
 
     @classmethod
-    def open(cls, spec: JobSpec, seconds: float, *, reads_engines: bool = False) -> Session:
+    def open(cls, spec: JobSpec, seconds: float, *, is_thorough: bool = False) -> Session:
         """Join the check. Collective.
 
         Args:
             spec: of the job, as this rank sees it.
             seconds: that the check may take from now on; only rank 0's count. A rank that does not come ends the job.
-            reads_engines: ranks read their shards of engines whole, and have more time by READ_BYTES_A_SECOND.
+            is_thorough: as of `take_inventory`; ranks have more time for engines, by READ_BYTES_A_SECOND.
         """
         from mpi4py import MPI
 
-        return cls(spec, MPI.COMM_WORLD, seconds, reads_engines=reads_engines)
+        return cls(spec, MPI.COMM_WORLD, seconds, is_thorough=is_thorough)
 
     def __enter__(self) -> Session:
         return self
@@ -104,7 +104,7 @@ class Session:
 
     def _lead(self, seconds: float) -> HeartbeatServer:
         launch = self.config.launch
-        more = count_engine_bytes(self.config) / READ_BYTES_A_SECOND if self._reads_engines else 0
+        more = count_engine_bytes(self.config) / READ_BYTES_A_SECOND if self._is_thorough else 0
         overdue = f"the check did not end within {launch.check_seconds:g} s (launch.check_seconds)"
         if more:
             overdue += f", and {more:.0f} s for the weights of engines"
@@ -214,7 +214,7 @@ class Session:
         self.groups = open_groups(self.world, self.topology, device)
 
     def _take_own_inventory(self) -> RankInventory:
-        inventory = take_inventory(self._spec, self.rank, self.begin, reads_engines=self._reads_engines)
+        inventory = take_inventory(self._spec, self.rank, self.begin, is_thorough=self._is_thorough)
         logger.info("%s", ", ".join(f"{name} {version}" for name, version in inventory.versions.items()))
         for problem in inventory.problems:
             logger.info("problem: %s", problem)

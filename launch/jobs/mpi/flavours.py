@@ -17,6 +17,7 @@ class When(Enum):
     ALWAYS = "always"
     ROOT = "root"
     SEVERAL_HOSTS = "several hosts"
+    ONE_HOST = "one host, that of mpirun"
     SHARED_MEMORY = "one host, with room for messages in its shared memory"
     MAY_LOSE_RANKS = "ranks that it can do without"
 
@@ -205,6 +206,13 @@ MPICH = Flavour(
     library_files=("libmpi.so.12", "libmpich.so.12"),
     # It runs as root, oversubscribes, binds nothing and yields by itself.
     settings=(
+        # Else it calls srun in a Slurm job, for ranks beside it too, and waits for ever where that has none to start.
+        Setting(
+            ("-launcher", "fork"),
+            variables=("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC"),
+            options=("-launcher", "-launcher-exec"),
+            when=When.ONE_HOST,
+        ),
         Setting(("-genv", "UCX_TLS", "^tcp"), variables=("UCX_TLS",), options=("UCX_TLS",), when=When.SHARED_MEMORY),
     ),
     variables=(("UCX_LOG_FILE", "stderr"),),  # else its warnings stand between the rows on stdout

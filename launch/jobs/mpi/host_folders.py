@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from launch.jobs.placement.allocation import is_outside
+
 SHARED_MEMORY = Path("/dev/shm")
 
 BYTES_A_RANK = 32 << 20
@@ -243,6 +245,14 @@ def describe_lacks(environment: Mapping[str, str]) -> Iterator[str]:
             )
     if not has_loopback():
         yield "this host has no loopback interface at 127.0.0.1, which mpirun and its ranks need: ip link set lo up"
+    if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        yield f"{SHARED_MEMORY} cannot be written, and ranks of one host speak through it: mount it for all users"
+    if is_outside(environment):
+        nodes, job = environment["SLURM_JOB_NODELIST"], environment.get("SLURM_JOB_ID", "?")
+        yield (
+            f"the environment is that of Slurm job {job} on {nodes}, and this host is none of these: mpirun starts "
+            "ranks there; if the job is over, unset what begins with SLURM_"
+        )
 
 
 def temporary_folder(environment: Mapping[str, str]) -> Path:

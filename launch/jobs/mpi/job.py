@@ -110,6 +110,15 @@ class Job:
         own = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
         return self._build(self._launch(own))
 
+    def describe_lost_survival(self) -> str | None:
+        """That a lost draft rank ends the job for its MPI's sake alone, as a sentence; None where it does not."""
+        if not self.needs_mpirun or not expendable_ranks(self.config, self.topology):
+            return None
+        library = self._launch(os.environ).choice.library
+        if library.outlives_ranks:
+            return None
+        return f"a lost draft rank ends the job, for {library.version} ends with any rank: Open MPI 5 would go on"
+
     def _launch(self, environment: Mapping[str, str]) -> Launch:
         """How the ranks are started, by an mpirun in the environment."""
         section = self.config.launch
@@ -123,7 +132,16 @@ class Job:
         stays_here = self._is_on_this_host(choice.flavour, {**environment, **section.environment})
         shares_memory = stays_here and has_room(shared, environment, self.topology.world_size)
         return Launch(
-            self.topology, section, environment, choice, placed, by_ssh, may_lose, may_lose_hosts, shares_memory
+            self.topology,
+            section,
+            environment,
+            choice,
+            placed,
+            by_ssh,
+            may_lose,
+            may_lose_hosts,
+            stays_here,
+            shares_memory,
         )
 
     def _build(self, launch: Launch) -> list[str]:

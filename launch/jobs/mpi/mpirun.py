@@ -29,6 +29,10 @@ LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "HYDRA_", "HYDI
 STEP_PREFIXES = ("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "PMIX_SECURITY_", "PMIX_GDS_", "PMI_")
 """What an srun around this process sets."""
 
+ALLOCATION_VARIABLES = ("SLURM_JOBID", "SLURM_NODELIST")
+"""By which Open MPI's mpirun sees that it is in a Slurm job. It then calls srun, and crashes where there is none, as in
+an image. trtrun itself goes by the names that Slurm has given them since."""
+
 TERMINAL_VARIABLE = "TRTRUN_TERMINAL"
 """Set to the columns of the user's terminal where stderr is one: a rank's own stderr is a pipe to mpirun."""
 
@@ -115,7 +119,8 @@ class Launch:
         uses_ssh: whether mpirun reaches other hosts by ssh.
         may_lose_ranks: whether the job is to go on without some ranks, and its MPI can.
         may_lose_hosts: whether some of these ranks have hosts of their own.
-        shares_memory: whether all ranks are on mpirun's host, and its shared memory has room for what they say.
+        stays_here: whether all ranks are on mpirun's host.
+        shares_memory: whether they are, and its shared memory has room for what they say.
     """
 
     topology: Topology
@@ -126,6 +131,7 @@ class Launch:
     uses_ssh: bool = False
     may_lose_ranks: bool = False
     may_lose_hosts: bool = False
+    stays_here: bool = False
     shares_memory: bool = False
 
 
@@ -187,6 +193,8 @@ def _applies(setting: Setting, launch: Launch) -> bool:
     if setting.when is When.ROOT and os.geteuid() != 0:
         return False
     if setting.when is When.SEVERAL_HOSTS and not launch.is_placed:
+        return False
+    if setting.when is When.ONE_HOST and not launch.stays_here:
         return False
     if setting.when is When.SHARED_MEMORY and not launch.shares_memory:
         return False
@@ -270,6 +278,8 @@ def build_environment(
         name: value for name, value in values.items() if not name.startswith(strange) or "ALLOW_RUN_AS_ROOT" in name
     }
     result |= added or {}
+    if not shutil.which("srun", path=result.get("PATH")):
+        result = {name: value for name, value in result.items() if name not in ALLOCATION_VARIABLES}
     result["HOME"] = find_home(result)
     root = str(Path(__file__).resolve().parents[3])
     paths = [root, *(path for path in result.get("PYTHONPATH", "").split(os.pathsep) if path and path != root)]

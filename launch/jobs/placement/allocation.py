@@ -32,6 +32,16 @@ def in_allocation(environment: Mapping[str, str] | None = None) -> bool:
     return bool((os.environ if environment is None else environment).get("SLURM_JOB_NODELIST"))
 
 
+def is_outside(environment: Mapping[str, str]) -> bool:
+    """Whether the environment speaks of a Slurm job that this host has no part in: a login node's, or one that is over.
+
+    Args:
+        environment: of this process, or of one that it starts.
+    """
+    nodes = environment.get("SLURM_JOB_NODELIST", "")
+    return bool(nodes) and not _names_host(nodes, socket.gethostname()) and "SLURMD_NODENAME" not in environment
+
+
 def find_allocation(environment: Mapping[str, str] | None = None) -> Allocation:
     """The allocation that this process runs in: Slurm's, or this host alone under an empty name.
 
@@ -50,11 +60,10 @@ def find_allocation(environment: Mapping[str, str] | None = None) -> Allocation:
         hosts = tuple(check_host(host) for host in expand_hosts(values["SLURM_JOB_NODELIST"]))
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"SLURM_JOB_NODELIST: {error}") from None
-    cpus = values.get("SLURM_CPUS_ON_NODE", "")
     return Allocation(
         hosts,
         _count_granted_gpus(values, len(hosts)),
-        int(cpus) if cpus.isdecimal() else None,
+        _count_granted_cores(values),
         f"Slurm job {values.get('SLURM_JOB_ID', '?')}",
     )
 
@@ -121,11 +130,22 @@ def _expand(item: str) -> Iterator[str]:
                 yield f"{match[1]}{number:0{len(first)}d}{rest}"
 
 
+def _count_granted_cores(values: Mapping[str, str]) -> int | None:
+    """Cores of the node that has fewest, such as 8 of "16,8(x2)"; None where they are not known.
+
+    A login node with the job's shell knows no other number than the job's, and ranks must come to the same.
+    """
+    told = values.get("SLURM_JOB_CPUS_PER_NODE") or values.get("SLURM_CPUS_ON_NODE", "")
+    counts = [re.fullmatch(r"([0-9]+)(?:\(x[0-9]+\))?", item) for item in told.split(",")]
+    return min((int(count[1]) for count in counts if count is not None), default=None)
+
+
 def _count_granted_gpus(values: Mapping[str, str], num_hosts: int) -> int | None:
     """GPUs of each host of a Slurm job, None where they are not known."""
     if num_hosts > 1 and values.get("SLURM_GPUS") and not values.get("SLURM_GPUS_PER_NODE"):
         return None
-    on_node = values.get("SLURM_GPUS_ON_NODE", "")
+    # A login node has the second alone, such as "a100:4".
+    on_node = values.get("SLURM_GPUS_ON_NODE") or values.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     if on_node.isdecimal():
         return int(on_node)
     visible = values.get("CUDA_VISIBLE_DEVICES")

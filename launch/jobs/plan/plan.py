@@ -144,6 +144,8 @@ def make_plan(job: Job, simulated_hosts: Sequence[str] = (), script: str | None 
     unknown = [rank for rank in placed if rank.free_bytes is None]
     notes += _note_memory(unknown, kv_tokens, min((tokens for tokens, _ in known), default=None))
     notes += _note_stored(memory)
+    if script is None and (loss := job.describe_lost_survival()) is not None:
+        notes.append(loss)
     return JobPlan(
         ranks=tuple(_share_blocks(rank, memory, stored) for rank in ranks),
         hosts=tuple(dict.fromkeys(rank.host for rank in ranks)),

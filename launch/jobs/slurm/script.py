@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.jobs.slurm.chain import END, Chain, submit_next
+from launch.jobs.slurm.container import check_container, container_words, folders_to_bind, prepare_container
 from launch.jobs.slurm.resources import SlurmResources
 from launch.jobs.slurm.script_parts import PLAIN_BODY, draining_body
 from launch.jobs.slurm.section import SlurmSection
@@ -109,6 +110,12 @@ class BatchJob:
     def slurm(self) -> SlurmSection:
         """The settings."""
         return self.resources.slurm
+
+    @property
+    def folders_inside(self) -> list[str]:
+        """What an image must have of the host for the command, the job's folder first."""
+        texts = [word.rpartition("=")[2] if word.startswith("-") else word for word in self.words if type(word) is str]
+        return folders_to_bind(self.folder, self.output, texts)
 
     @property
     def log(self) -> str:
@@ -214,14 +221,19 @@ def _describe_ranks(job: BatchJob) -> Iterator[str]:
 
 def _command(job: BatchJob) -> Iterator[str]:
     """The command as an array of bash, an option a line."""
-    before: list[str] = []
-    if job.slurm.launcher == "srun" and job.resources.topology.world_size > 1:
-        from launch.jobs.slurm.script_parts import prepare_step, step_words
+    from launch.jobs.slurm.script_parts import prepare_step, step_words
 
+    container, before, python = job.slurm.container, list[str](), sys.executable
+    is_step = job.slurm.launcher == "srun" and job.resources.topology.world_size > 1
+    if is_step:
         yield from prepare_step(job.resources)
         before = step_words(job.resources)
-    starts: list[str | Word] = [*before, sys.executable, "-m"]
-    if before:
+    if container is not None:
+        yield from prepare_container(container, is_step)
+        before = container_words(job.resources, before, job.folders_inside)
+        python = "python3"
+    starts: list[str | Word] = [*before, python, "-m"]
+    if is_step:
         starts += ["mpi4py", "-m"]  # an exception on one rank would hang the others under plain python
     yield "job=("
     yield from (f"    {line}" for line in _wrap([*starts, "launch.cli", *job.words]))
@@ -266,6 +278,8 @@ def _check(job: BatchJob) -> None:
     folder = (job.folder / slurm.output).parent
     if "%" not in str(folder) and not folder.is_dir():
         raise ConfigError(f"launch.slurm.output: {folder} does not exist, and Slurm does not make it: make it")
+    if slurm.container is not None:
+        check_container(job.resources, job.folders_inside)
     limit = _limit(slurm)
     if job.output is None and slurm.requeue and job.words[0] == "run":
         raise ConfigError("launch.slurm.requeue: only a run with --output FILE.jsonl keeps rows to go on with")

@@ -7,10 +7,10 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from launch.exit_codes import ExitCode, status_of_signal
-from launch.jobs.mpi.flavours import When
+from launch.jobs.mpi.flavours import FLAVOURS, Flavour, When
 from launch.jobs.mpi.library import choose_flavour
 from launch.jobs.slurm.resources import SlurmResources
 from trtrun.errors import ConfigError
@@ -25,11 +25,10 @@ def prepare_step(resources: SlurmResources) -> Iterator[str]:
     Raises:
         ConfigError: the ranks' nodes cannot be told before the allocation is there.
     """
-    launch = resources.config.launch
-    choice = choose_flavour(launch.mpi, os.environ)
-    for name, value in {**choice.environment, **launch.environment}.items():
+    flavour, needed = _choose_mpi(resources)
+    for name, value in {**needed, **resources.config.launch.environment}.items():
         yield f"export {name}={shlex.quote(value)}"
-    for setting in choice.flavour.settings:
+    for setting in flavour.settings:
         if setting.arguments[0] == "--mca" and setting.when is When.ALWAYS:
             name, value = setting.variables[0], setting.arguments[-1]
             yield f'export {name}="${{{name}:-{value}}}"'
@@ -54,6 +53,16 @@ def prepare_step(resources: SlurmResources) -> Iterator[str]:
     yield f"printf '%s\\n' {' '.join(names)} >\"$SLURM_HOSTFILE\""
 
 
+def _choose_mpi(resources: SlurmResources) -> tuple[Flavour, Mapping[str, str]]:
+    """The MPI library of the ranks, and variables that make them load it. An image cannot be asked from here: where
+    launch.mpi does not say otherwise it has MPICH, as those of containers/ have."""
+    name = resources.config.launch.mpi
+    if resources.slurm.container is not None:
+        return FLAVOURS["mpich" if name == "auto" else name], {}
+    choice = choose_flavour(name, os.environ)
+    return choice.flavour, choice.environment
+
+
 def step_words(resources: SlurmResources) -> list[str]:
     """srun and its options.
 
@@ -63,7 +72,7 @@ def step_words(resources: SlurmResources) -> list[str]:
     slurm, size = resources.slurm, resources.topology.world_size
     kind = slurm.srun_mpi
     if kind is None:
-        flavour = choose_flavour(resources.config.launch.mpi, os.environ).flavour
+        flavour, _ = _choose_mpi(resources)
         kind = PROTOCOLS.get(flavour.name)
         if kind is None:
             raise ConfigError(

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from launch.jobs.placement.allocation import MOST_HOSTS
 from trtrun.configuration.engine_sections import check_section
-from trtrun.configuration.process_sections import Line, Lines, Number, Section
+from trtrun.configuration.process_sections import Environment, Line, Lines, Number, Section
+from trtrun.errors import shorten
 
 
 def _number_to_text(value: object) -> object:
@@ -20,6 +21,39 @@ def _number_to_text(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value
+
+
+def _check_binds(binds: tuple[str, ...]) -> tuple[str, ...]:
+    """Paths that every runtime reads alike: commas and further colons would be taken for another bind."""
+    for bind in binds:
+        parts = bind.split(":")
+        is_right = len(parts) <= 3 and all(part.startswith("/") for part in parts[:2]) and parts[2:] in ([], ["ro"])
+        if not is_right or "," in bind:
+            raise ValueError(f"{shorten(bind)} must be /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro, without commas")
+    return binds
+
+
+class ContainerSection(Section):
+    """The image that all processes of a batch job run in; its `python3` has trtrun.
+
+    Attributes:
+        image: a file or what the runtime imports; for `ce` the EDF file, or its name.
+        runtime: what starts it; `ce` is the Container Engine of CSCS.
+        binds: folders of the host: `/SOURCE`, `/SOURCE:/TARGET` or `/SOURCE:/TARGET:ro`.
+        env: variables inside. For `ce` these and binds stand in the EDF file.
+    """
+
+    image: Line
+    runtime: Literal["apptainer", "singularity", "pyxis", "ce"] = "apptainer"
+    binds: Annotated[Lines, AfterValidator(_check_binds)] = ()
+    env: Environment = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_edf(self) -> ContainerSection:
+        given = [name for name, value in (("binds", self.binds), ("env", self.env)) if value]
+        if self.runtime == "ce" and given:
+            raise ValueError(f"{' and '.join(given)} of the runtime ce stand in the EDF file {shorten(self.image)}")
+        return self
 
 
 class SlurmSection(Section):
@@ -39,6 +73,7 @@ class SlurmSection(Section):
         setup: shell lines to run first on the first node, such as `module load cuda`.
         launcher: what starts the ranks inside the job.
         srun_mpi: value of srun's `--mpi` where the launcher is srun.
+        container: an image for all of the job.
         requeue: put the job back into the queue when it was drained before it was done.
         signal_seconds: how long before the time limit Slurm warns the job, so that it drains.
         chain_lead_seconds: how long before the time limit the next job of a chain (`--chain`) begins: to wait in the
@@ -63,6 +98,7 @@ class SlurmSection(Section):
     setup: Lines = ()
     launcher: Literal["mpirun", "srun"] = "mpirun"
     srun_mpi: Line | None = None
+    container: ContainerSection | None = None
     requeue: bool = False
     signal_seconds: Annotated[int, Number, Field(ge=1, le=65535)] = 120
     chain_lead_seconds: Annotated[int, Number, Field(ge=1, le=2**31)] = 1800

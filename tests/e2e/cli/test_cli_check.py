@@ -60,6 +60,8 @@ def test_four_good_ranks(config: Configs, trtrun: Run) -> None:
     ]  # fmt: skip
     assert [rank["kv_tokens"] for rank in report["ranks"]] == [None, 1008, 1008, 1008]
     assert len({rank["process"] for rank in report["ranks"]}) == 4
+    told = [rank["surroundings"] for rank in report["ranks"]]
+    assert {item["started_by"] for item in told} == {"mpirun of Open MPI 5 (PRRTE)"} and "tcp" in told[3]["providers"]
     links = {(link["carries"], *link["ranks"]): link for link in report["links"]}
     assert set(links) == {
         ("plans and reports", 0, 1), ("plans and reports", 0, 2), ("plans and reports", 0, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,28 @@ def test_what_others_may_write_is_not_read(folder: Path, is_folder: bool) -> Non
     assert read_object(KEY) is None
 
 
-def test_what_another_user_has_written_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_user_has_written_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_object(KEY, b"code")
     assert read_object(KEY) is not None
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if os.geteuid() == 0:
+        os.chown(folder / f"{KEY}.o", 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert read_object(KEY) is None
+
+
+def test_what_an_image_has_is_read_where_the_user_has_none(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_object(KEY, b"code")
+    folder.rename(tmp_path / "kernels")
+    assert read_object(KEY) is None
+    (tmp_path / "share" / "trtrun").mkdir(parents=True)
+    (tmp_path / "kernels").rename(tmp_path / "share" / "trtrun" / "kernels")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert read_object(KEY) == b"code"
+    write_object(KEY, b"newer")
+    assert read_object(KEY) == b"newer"
 
 
 def test_a_link_is_not_followed(folder: Path) -> None:

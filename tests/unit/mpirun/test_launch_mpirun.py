@@ -118,6 +118,15 @@ def test_an_inner_mpirun_sees_nothing_of_the_outer_one() -> None:
     assert result["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
 
 
+def test_without_srun_mpirun_does_not_hear_of_the_slurm_job(tmp_path: Path) -> None:
+    """Open MPI's would call it, and crash."""
+    job = {"SLURM_JOBID": "7", "SLURM_NODELIST": "n1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    inside = build_environment({**job, "PATH": str(tmp_path)})
+    assert {name for name in inside if name.startswith("SLURM_")} == {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"}
+    (tmp_path / "srun").touch(0o755)
+    assert job.items() <= build_environment({**job, "PATH": str(tmp_path)}).items()
+
+
 def test_a_users_own_settings_of_mpi_pass_and_ranks_find_the_package() -> None:
     result = build_environment({"OMPI_MCA_btl": "self,sm", "PYTHONPATH": "/somewhere"})
     assert result["OMPI_MCA_btl"] == "self,sm"
@@ -299,3 +308,17 @@ def test_ranks_that_share_memory_open_no_ports(name: str, part: str, variable: s
     assert part not in text(shares_memory=False)  # such as in a container of little shared memory
     assert part not in text(shares_memory=True, **{variable: "mine"})
     assert part not in text(True, tuple(arguments)) and " ".join(arguments) in text(True, tuple(arguments))
+
+
+@pytest.mark.usefixtures("any_mpirun")
+def test_mpich_forks_ranks_beside_it() -> None:
+    """In a Slurm job it would call srun for them, and wait for ever where that starts nothing."""
+
+    def text(stays_here: bool, given: tuple[str, ...] = (), **environment: str) -> str:
+        section = LaunchSection(mpirun_arguments=list(given))
+        starting = Launch(TWO_HOSTS, section, environment, MPI["mpich"], stays_here=stays_here)
+        return " ".join(build_command(starting, ["program"], None))
+
+    assert "-launcher fork" in text(stays_here=True)
+    assert "-launcher" not in text(stays_here=False)
+    assert "fork" not in text(True, HYDRA_LAUNCHER="slurm") + text(True, ("-launcher", "slurm"))

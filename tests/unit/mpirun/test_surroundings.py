@@ -44,6 +44,20 @@ def test_a_missing_loopback_interface_is_named(tmp_path: Path, monkeypatch: pyte
     assert line.endswith("ip link set lo up")
 
 
+def test_shared_memory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.jobs.mpi.host_folders.SHARED_MEMORY", tmp_path / "shm")
+    (line,) = describe_lacks({"TMPDIR": str(tmp_path)})
+    assert line.startswith(f"{tmp_path / 'shm'} cannot be written, and ranks of one host speak through it")
+
+
+def test_a_slurm_job_that_this_host_has_no_part_in_is_named(tmp_path: Path) -> None:
+    job = {"TMPDIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    (line,) = describe_lacks(job)
+    assert "is that of Slurm job 7 on n[1-2]" in line and line.endswith("unset what begins with SLURM_")
+    assert list(describe_lacks({**job, "SLURM_JOB_NODELIST": f"n1,{socket.gethostname()}"})) == []
+    assert list(describe_lacks({**job, "SLURMD_NODENAME": "n1"})) == []  # Slurm's own name of this host
+
+
 def test_mpirun_gets_a_home_where_the_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open MPI does not start without."""
     monkeypatch.delenv("HOME", raising=False)

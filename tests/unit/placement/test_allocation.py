@@ -110,10 +110,13 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]"}
         ({}, None, None),
         ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, 4, None),
         ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2, None),
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4, None),
         ({"CUDA_VISIBLE_DEVICES": ""}, 0, None),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0, None),
         ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, 1, None),
         ({"SLURM_CPUS_ON_NODE": "16"}, None, 16),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16,8(x2)"}, None, 8),  # as a shell of salloc on a login node has it
+        ({"SLURM_JOB_CPUS_PER_NODE": "4(x2)", "SLURM_CPUS_ON_NODE": "2"}, None, 4),  # in a step, as outside
         ({"SLURM_GPUS": "5", "SLURM_GPUS_ON_NODE": "3"}, None, None),
         ({"SLURM_GPUS": "6", "SLURM_GPUS_PER_NODE": "3", "SLURM_GPUS_ON_NODE": "3"}, 3, None),
         ({"SLURM_JOB_NODELIST": "n1", "SLURM_GPUS": "3", "SLURM_GPUS_ON_NODE": "3"}, 3, None),

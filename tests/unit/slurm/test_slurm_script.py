@@ -22,17 +22,6 @@ from trtrun.errors import CheckpointError, ConfigError
 HARMFUL = """a 'b' "c" $(touch bad) `touch bad` \\ ; touch bad & #x"""
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a prompts file of five rows."""
-    folder = tmp_path / "a $(touch bad) folder"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    lines = [json.dumps({"prompt": f"p{index}"}) for index in range(5)]
-    Path("p.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
-
-
 def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | None = None, **launch: Any) -> str:
     engines = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
     values = {**engines, "launch": {**launch, "slurm": slurm or {}}}

@@ -18,7 +18,7 @@ from heartbeats import LONG, SOON, refused, served, serving
 from parallel.errors import HeartbeatError
 from parallel.watchdog.activity import Activity
 from parallel.watchdog.connections import WorkerConnections
-from parallel.watchdog.handshake import MOST_LINES, Door, connect, listen
+from parallel.watchdog.handshake import MOST_LINES, Door, connect, listen, own_loopback
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from parallel.watchdog.message_socket import FEW_BYTES, MessageSocket, make_nonce, make_seals, wait_for
 
@@ -36,6 +36,19 @@ def test_a_worker_that_knows_the_token_is_let_in(server: HeartbeatServer) -> Non
     wait_for([lines], SOON)
     assert [list(message) for message in lines.receive()] == [["doing"]]  # each beat is answered
     lines.close()
+
+
+def test_a_host_without_ipv4_reaches_itself(server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = socket.socket.bind
+
+    def refuse(opened: socket.socket, address: tuple[object, ...]) -> None:
+        if opened.family == socket.AF_INET:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        bind(opened, address)
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    assert own_loopback() == "::1"
+    connect([own_loopback()], server.listen(everywhere=False), server.token, {"rank": 1}).close()
 
 
 STRANGE = {

@@ -1,8 +1,9 @@
 """Compiled kernels on disk, so that the ranks of later jobs need not compile them: half a second each.
 
-They lie in the user's folder of caches ($XDG_CACHE_HOME, by default ~/.cache), in `trtrun/kernels`. What is read is
-run, so nothing is read from a folder or a file that another user may write. Where there is no such folder, every
-process compiles for itself. It does not know what is compiled.
+They lie in the user's folder of caches ($XDG_CACHE_HOME, by default ~/.cache), in `trtrun/kernels`; and an image has
+some in `share/trtrun/kernels` of its Python environment. What is read is run, so nothing is read from a folder or a
+file that another user may write, but root. Where there is no such folder, every process compiles for itself. It does
+not know what is compiled.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -30,14 +32,16 @@ def cache_folder() -> Path | None:
 
 
 def read_object(key: str) -> bytes | None:
-    """What was written for a key; None where nothing was, or it is not whole, or not this user's own.
+    """What was written for a key; None where nothing was, or it is not whole, or neither this user's own nor root's.
 
     Args:
         key: letters and digits.
     """
-    folder = cache_folder()
-    if folder is None:
-        return None
+    folders = (cache_folder(), Path(sys.prefix, "share", "trtrun", "kernels"))
+    return next((found for folder in folders if folder is not None and (found := _read_from(folder, key))), None)
+
+
+def _read_from(folder: Path, key: str) -> bytes | None:
     try:
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -75,6 +79,6 @@ def write_object(key: str, compiled: bytes) -> None:
 
 
 def _is_own(descriptor: int) -> bool:
-    """Whether an open file or folder is this user's, and nobody else may write it."""
+    """Whether an open file or folder is this user's or root's, and nobody else may write it."""
     status = os.fstat(descriptor)
-    return status.st_uid == os.geteuid() and not status.st_mode & _WRITABLE_BY_OTHERS
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & _WRITABLE_BY_OTHERS

@@ -93,7 +93,7 @@ def test_a_check_finds_it_on_the_ranks_that_hold_it(engine: Path, tmp_path: Path
     topology = make_topology(config)
 
     def look() -> list[tuple[int, tuple[str, ...]]]:
-        found = [take_inventory(JobSpec(config), rank, reads_engines=True) for rank in range(topology.world_size)]
+        found = [take_inventory(JobSpec(config), rank, is_thorough=True) for rank in range(topology.world_size)]
         assert [problem.partition(": ")[2] for problem in find_misfits(found, topology)] == [
             problem for rank in found for problem in rank.problems
         ]
