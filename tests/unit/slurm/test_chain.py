@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,17 @@ def play(script: str, command: str, *arguments: str) -> str:
     played = re.sub(r"(?ms)^job=\(.*?^\)", f"job=(bash -c '{command}')", script)
     Path("script").write_text(played, encoding="utf-8")
     slurm = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1", "SLURM_CONF": "/etc/slurm.conf"}
-    done = subprocess.run(
-        ["bash", "script", *arguments], env={**os.environ, **slurm}, capture_output=True, text=True, check=False
-    )
-    return done.stdout + done.stderr
+    process = subprocess.Popen(
+        ["bash", "script", *arguments], env={**os.environ, **slurm}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL),  # drains of other tests leave it ignored
+    )  # fmt: skip
+    try:
+        return process.communicate(timeout=60)[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_each_job_submits_the_next_one_but_the_last(called: Path) -> None:
