@@ -16,14 +16,18 @@ from trtrun.configuration.config import RuntimeConfig
 @click.command()
 @with_config
 @click.option("--slurm", is_flag=True, help="Plan a batch job: show its script in place of the mpirun command.")
+@click.option("--pbs", is_flag=True, help="The same for PBS.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None, slurm: bool, as_json: bool) -> int:
+def plan(
+    config_path: Path, overrides: tuple[str, ...], speculation: str | None, slurm: bool, pbs: bool, as_json: bool
+) -> int:
     """Show each rank's host, device, role, bytes and KV tokens, the links between ranks, how long the start takes and
     why, and the command that starts it, without loading weights.
 
     It also plans for hosts and GPUs that this machine does not have: what only they know is left open.
     """
     from launch.jobs.mpi.job import Job
+    from launch.jobs.pbs.section import check_batch_sections
     from launch.jobs.slurm.resources import load_plan_config, place_on_simulated_hosts, read_resources
 
     arguments = ["run", "--config", str(config_path), *(word for value in overrides for word in ("--set", value))]
@@ -32,14 +36,16 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
         overrides += (f"speculation.method={speculation}",)
     arguments += ["--prompt", "TEXT"]
     script = None
-    if slurm:
-        from launch.jobs.slurm.script import BatchJob, render_script
+    if slurm or pbs:
+        from launch.commands.schedulers import find_system
+        from launch.jobs.slurm.script import BatchJob
 
-        resources = read_resources(config_path, overrides)
-        script = render_script(BatchJob(resources, arguments, Path.cwd()))
+        system = find_system(name="pbs" if pbs else "slurm")
+        resources = read_resources(config_path, overrides, section_class=system.section_class)
+        script = system.render_script(BatchJob(resources, arguments, Path.cwd()))
         config, simulated_hosts = place_on_simulated_hosts(config_path, overrides, resources)
     else:
-        config, simulated_hosts = load_plan_config(config_path, overrides)
+        config, simulated_hosts = load_plan_config(config_path, overrides, check_batch_sections)
     from launch.jobs.plan.plan import make_plan, print_plan
 
     print_plan(make_plan(Job(config, arguments), simulated_hosts, script), as_json)

@@ -1,4 +1,4 @@
-"""`trtrun status`: what Slurm says of a job, how many of its rows are finished, and where its server listens.
+"""`trtrun status`: what the batch system says of a job, how many rows are finished, and where its server listens.
 
 It prints. It changes nothing.
 """
@@ -9,26 +9,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launch.batch.merge import part_path
-from launch.jobs.slurm.client import SlurmJob, read_record
+from launch.jobs.scheduler import BatchState, Scheduler
 from launch.jobs.slurm.follow import describe_end, describe_state
 from launch.jobs.slurm.reach import find_served
 
 
-def show_jobs(jobs: Sequence[SlurmJob]) -> None:
+def show_jobs(jobs: Sequence[BatchState], scheduler: Scheduler) -> None:
     """Print a paragraph for each job, and the sum of an array's rows."""
-    record = read_record(str(jobs[0].number))
+    record = scheduler.read_record(str(jobs[0].number))
     for job in jobs:
         print("\n".join(describe(job, record)))
+        successor = scheduler.find_successor(job) if job.has_ended else None
+        if successor is not None:
+            print(f"  next     job {successor} goes on")
     counts = [count_rows(file) for file in (_output(job, record) for job in jobs) if file is not None]
     if len(jobs) > 1 and len(jobs) == record.get("parts"):
         print(f"rows of all: {sum(counts)} of {record.get('rows')} done")
 
 
-def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
+def describe(job: BatchState, record: Mapping[str, object]) -> Iterator[str]:
     """The lines about one job.
 
     Args:
-        job: what Slurm says.
+        job: what the batch system says.
         record: what `trtrun submit` wrote down.
     """
     is_server = record.get("server") is True
@@ -52,7 +55,7 @@ def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
         yield f"  steps    {_count_lines(Path(steps)) or 0} done"
 
 
-def describe_served(job: SlurmJob) -> Iterator[str]:
+def describe_served(job: BatchState) -> Iterator[str]:
     """Where a job's server listens, and how it is reached."""
     try:
         log = job.log.read_text(encoding="utf-8", errors="replace") if job.log is not None else ""
@@ -81,7 +84,7 @@ def _count_lines(file: Path) -> int | None:
         return None
 
 
-def _output(job: SlurmJob, record: Mapping[str, object]) -> Path | None:
+def _output(job: BatchState, record: Mapping[str, object]) -> Path | None:
     output, parts = record.get("output"), record.get("parts")
     if not isinstance(output, str):
         return None

@@ -21,7 +21,7 @@ from launch.commands.prompts import given_sampling
 from launch.commands.run import data_options, generate_data, merge, run
 from launch.commands.serve import check_extra, check_served, serve, server_overrides
 from launch.commands.train_drafter import train_drafter, train_options
-from launch.jobs.slurm.resources import SlurmResources
+from launch.jobs.slurm.resources import BatchResources
 from launch.jobs.slurm.script import Array, BatchJob, Word, part_output
 from launch.train.job import place_training_ranks, read_training_values
 from parallel.topology import Topology
@@ -97,7 +97,7 @@ def parse_inner(words: Sequence[str], config_path: Path, overrides: Sequence[str
 
 
 def make_job(
-    inner: Inner, resources: SlurmResources, config_path: Path, overrides: Sequence[str], array: Array | None
+    inner: Inner, resources: BatchResources, config_path: Path, overrides: Sequence[str], array: Array | None
 ) -> BatchJob:
     """The batch job of a command, once the command's own mistakes are told.
 
@@ -154,7 +154,7 @@ def run_options(parameters: dict[str, Any]) -> RunOptions:
     )
 
 
-def _check_run(options: RunOptions, resources: SlurmResources, array: Array | None, words: Sequence[str]) -> int:
+def _check_run(options: RunOptions, resources: BatchResources, array: Array | None, words: Sequence[str]) -> int:
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
     from launch.batch.checks import check_run, read_input
     from launch.batch.journal import check_output, finished_rows
@@ -179,7 +179,7 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
     return len(rows.of_part(options.part))
 
 
-def _check_serve(resources: SlurmResources) -> None:
+def _check_serve(resources: BatchResources) -> None:
     """Raise for what `trtrun serve` would refuse."""
     from trtrun.start.job_spec import JobSpec
 
@@ -189,7 +189,7 @@ def _check_serve(resources: SlurmResources) -> None:
         _check_weights(resources)
 
 
-def _check_training(inner: Inner, resources: SlurmResources) -> Path:
+def _check_training(inner: Inner, resources: BatchResources) -> Path:
     """Raise for what `trtrun train-drafter --resume` would refuse; returns the file with a line for each step."""
     from launch.train.checks import check_training
     from trtrun.start.job_spec import JobSpec
@@ -201,7 +201,7 @@ def _check_training(inner: Inner, resources: SlurmResources) -> Path:
     return StateFile(options.output.resolve()).metrics_path
 
 
-def _check_weights(resources: SlurmResources) -> None:
+def _check_weights(resources: BatchResources) -> None:
     """Raise for weights that can be seen from here and that the job would refuse; tell those that it may refuse."""
     from launch.jobs.check.preflight import check_visible_weights
     from trtrun.start.job_spec import JobSpec

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from launch.exit_codes import ExitCode, status_of_signal
 from launch.jobs.mpi.flavours import When
 from launch.jobs.mpi.library import choose_flavour
-from launch.jobs.slurm.resources import SlurmResources
+from launch.jobs.slurm.resources import BatchResources
 from trtrun.errors import ConfigError
 
 PROTOCOLS = {"openmpi4": "pmix", "mpich": "pmi2"}
 """srun's --mpi for each MPI library that it can start the ranks of."""
 
 
-def prepare_step(resources: SlurmResources) -> Iterator[str]:
+def prepare_step(resources: BatchResources) -> Iterator[str]:
     """Lines that come before srun: what mpirun would set, and the node of each rank.
 
     Raises:
@@ -54,7 +54,7 @@ def prepare_step(resources: SlurmResources) -> Iterator[str]:
     yield f"printf '%s\\n' {' '.join(names)} >\"$SLURM_HOSTFILE\""
 
 
-def step_words(resources: SlurmResources) -> list[str]:
+def step_words(resources: BatchResources) -> list[str]:
     """srun and its options.
 
     Raises:
