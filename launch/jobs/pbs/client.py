@@ -145,8 +145,8 @@ def read_job(values: Mapping[str, str]) -> PbsJob:
             state = "TERMINATED"
         else:
             state = "COMPLETED" if status == "0" else "FAILED"
-    has_begun = state not in ("QUEUED", "HELD", "WAITING")
     comment = values.get("comment", "").removeprefix("Not Running: ")
+    is_told = state in ("QUEUED", "HELD", "WAITING") and not comment.startswith("Job ")  # "Job Array Began at …"
     path = values.get("Output_Path", "").partition(":")[2].replace("^array_index^", match[2] or "")
     return PbsJob(
         identifier=values[""],
@@ -154,7 +154,7 @@ def read_job(values: Mapping[str, str]) -> PbsJob:
         number=int(match[1]),
         task=task,
         state=state,
-        reason="" if has_begun else comment,
+        reason=comment if is_told else "",
         status=None if status is None else int(status),
         restarts=max(int(values.get("run_count", 1)) - 1, 0),
         elapsed=values.get("resources_used.walltime", "0:00"),
@@ -202,7 +202,7 @@ def recall(job: BatchState) -> BatchState | None:
     match = _find_in_log(job, END_LINE)
     if match is None:
         return None
-    return replace(job, state="FAILED" if int(match) else "COMPLETED", reason="", status=int(match))
+    return replace(job, state="FAILED" if int(match) else "COMPLETED", reason="", status=int(match), elapsed="?")
 
 
 def find_successor(job: BatchState) -> str | None:
@@ -240,7 +240,10 @@ def _look_up(job: str) -> list[dict[str, str]]:
     is_single = match[2] is None and match[3] is None
     names = [f"{number}{server}", f"{number}[]{server}"] if is_single else [f"{number}[{index or task}]{server}"]
     for name in names:  # PBS knows an array by its brackets alone
-        done = _call(["qstat", "-x", "-t", "-f", "-F", "dsv", "-D", SEPARATOR, name])
+        words = ["-t", "-f", "-F", "dsv", "-D", SEPARATOR, name]
+        done = _call(["qstat", "-x", *words])
+        if "job history" in done.stderr:  # it is off, and then the option is refused
+            done = _call(["qstat", *words])
         found = [
             {"": head.removeprefix("Job Id: "), **dict(item.partition("=")[::2] for item in items)}
             for head, *items in (line.split(SEPARATOR) for line in done.stdout.splitlines() if SEPARATOR in line)

@@ -23,6 +23,7 @@ from trtrun.errors import ConfigError
 RECORD_VARIABLE = "TRTRUN_JOB"
 """Variable of the job that `trtrun status` reads back from PBS: JSON, with a percent sign before what is no letter."""
 
+REMOTE_SHELL = "launch.jobs.pbs.remote_shell"
 TASK_VARIABLE = "PBS_ARRAY_INDEX"
 END_LINE = "trtrun: job {job} ends with exit status {number}"
 NEXT_LINE = "trtrun: job {number} goes on, with the "
@@ -136,11 +137,12 @@ def _environment(job: BatchJob, pbs: PbsSection) -> Iterator[str]:
     if pbs.launcher == "pals":
         for name, value in job.resources.config.launch.environment.items():
             yield f"export {name}={shlex.quote(value)}"
-    elif len(job.resources.hosts) > 1:
-        yield "# Processes on other nodes are started by PBS itself, in place of ssh."
-        yield "if agent=$(PATH=$PATH:$PBS_O_PATH command -v pbs_tmrsh); then"
-        yield "    export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent"
-        yield "    export HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC=$agent"
+    elif len(job.resources.hosts) > 1 and " " not in sys.executable:
+        agent = f"{sys.executable} -m {REMOTE_SHELL}"
+        yield "if PATH=$PATH:$PBS_O_PATH command -v pbs_tmrsh >/dev/null; then # PBS starts what ssh would"
+        yield f"    export PRTE_MCA_plm_ssh_agent='{agent}' OMPI_MCA_plm_rsh_agent='{agent}'"
+        yield f"    export HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC={sys.executable}"
+        yield f"    export HYDRA_LAUNCHER_EXTRA_ARGS='-m {REMOTE_SHELL}'"
         yield "fi"
 
 

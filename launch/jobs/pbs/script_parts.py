@@ -35,7 +35,10 @@ def timer(seconds: int | None, signal_seconds: int) -> Iterator[str]:
         yield "timer='' # launch.pbs.walltime would warn the job before its end"
         return
     yield f"# {signal_seconds} s before its walltime is over the job is warned, and drains."
-    yield f"""(trap 'kill "$!"' TERM; sleep {seconds - signal_seconds} & wait "$!" && kill -s USR1 "$$") &"""
+    yield "("
+    yield """    trap 'kill "$!" 2>/dev/null' TERM"""
+    yield f'    sleep {seconds - signal_seconds} & wait "$!" && kill -s USR1 "$$"'
+    yield ") &"
     yield "timer=$!"
 
 

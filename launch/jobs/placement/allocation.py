@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -74,15 +75,18 @@ def _in_pbs(environment: Mapping[str, str]) -> bool:
 
 
 def _find_pbs_allocation(values: Mapping[str, str]) -> Allocation:
-    """The allocation of a job of PBS: its file has a line for each rank that was asked for, node by node."""
+    """The allocation of a job of PBS: its file has a line for each rank that was asked for, node by node; NCPUS are the
+    cores of a node."""
     try:
-        lines = Path(values["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
-        hosts = tuple(dict.fromkeys(check_host(line) for line in lines[:MOST_HOSTS]))
+        lines = Counter(Path(values["PBS_NODEFILE"]).read_text(encoding="utf-8").split())
+        hosts = tuple(check_host(line) for line in lines)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"PBS_NODEFILE: {error}") from None
     if not hosts:
         raise ConfigError(f"PBS_NODEFILE: {values['PBS_NODEFILE']} names no host")
-    return Allocation(hosts, _count_visible_gpus(values), None, f"PBS job {values['PBS_JOBID'].partition('.')[0]}")
+    cores = values.get("NCPUS", "")
+    cpus = max(*lines.values(), int(cores) if cores.isdecimal() else 1)
+    return Allocation(hosts, _count_visible_gpus(values), cpus, f"PBS job {values['PBS_JOBID'].partition('.')[0]}")
 
 
 def expand_hosts(names: str) -> list[str]:

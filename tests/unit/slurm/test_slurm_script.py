@@ -149,7 +149,7 @@ def test_a_task_of_an_array_runs_its_part(here: Path) -> None:
 def test_parts_are_named_as_merge_names_them(name: str) -> None:
     word = part_output(Path(name), 12)
     assert f"{word.before}7{word.after}" == str(part_path(name, 7, 12))
-    assert shlex.split(str(word).replace('"$SLURM_ARRAY_TASK_ID"', "7")) == [str(part_path(name, 7, 12))]
+    assert shlex.split(word.spell("TASK").replace('"$TASK"', "7")) == [str(part_path(name, 7, 12))]
 
 
 def test_merging_is_told_with_the_input_to_compare(here: Path) -> None:
