@@ -199,9 +199,7 @@ def _check(job: BatchJob, pbs: PbsSection) -> None:
     if job.array is not None and job.array.count == 1:
         raise ConfigError("--array 1: PBS has no arrays of one job: leave the option out")
     if pbs.requeue and job.array is not None:
-        raise ConfigError(
-            "launch.pbs.requeue: tasks of an array are not submitted again: --no-requeue, and submit it again"
-        )
+        raise ConfigError("launch.pbs.requeue: an array does not go on by itself: --no-requeue, and submit it again")
     if pbs.requeue and job.output is None and job.words[0] == "run":
         raise ConfigError("launch.pbs.requeue: only a run with --output FILE.jsonl keeps rows to go on with")
     if not job.drains:

@@ -1,5 +1,5 @@
-"""`trtrun submit` for PBS: a job of real ranks under `tests/helpers/stand_in_pbs.py`, warned, submitted again by itself,
-and followed to its end. OpenPBS itself is nothing that can be installed for a test."""
+"""`trtrun submit` for PBS: a job of real ranks under `tests/helpers/stand_in_pbs.py`, warned, submitted again by
+itself, and followed to its end. OpenPBS itself is nothing that can be installed for a test."""
 
 from __future__ import annotations
 
