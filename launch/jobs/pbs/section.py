@@ -58,8 +58,8 @@ class PbsSection(Section):
         gpu_resource: what the cluster calls the number of GPUs of a node.
         resources: more of each node, such as `system=polaris`; what is asked for anyway is replaced by its name.
         place: how nodes are chosen and shared, such as `scatter:excl`.
-        output: the log's path; `^array_index^` is the number of an array's task. Left out: PBS's own,
-            `trtrun.o123`.
+        output: the log's path; `^array_index^` is the number of an array's task. Left out: as PBS names it, by the
+            job's name and number.
         setup: shell lines to run first on the first node. PBS starts jobs with the environment of a new login.
         launcher: what starts the ranks inside the job; `pals` is the mpiexec of HPE's PALS.
         launcher_arguments: further arguments of PALS's mpiexec.
