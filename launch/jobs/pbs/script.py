@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from urllib.parse import quote
 
 from launch.exit_codes import ExitCode
@@ -31,18 +30,18 @@ NEXT_LINE = "trtrun: job {number} goes on, with the "
 
 
 @dataclass(frozen=True)
-class Node:
-    """A word that is the name of a node of the allocation.
+class Nodes:
+    """A word that lists nodes of the allocation.
 
     Attributes:
-        place: among the allocation's nodes, from 0 on.
+        places: of each among the allocation's nodes, from 0 on.
     """
 
-    place: int
+    places: tuple[int, ...]
 
     def spell(self, variable: str) -> str:
         """The word as bash takes it."""
-        return f'"${{nodes[{self.place}]}}"'
+        return f'"{",".join(f"${{nodes[{place}]}}" for place in self.places)}"'
 
 
 def render_script(job: BatchJob) -> str:
@@ -147,31 +146,29 @@ def _environment(job: BatchJob, pbs: PbsSection) -> Iterator[str]:
 
 
 def _command(job: BatchJob, pbs: PbsSection) -> Iterator[str]:
-    """The command as an array of bash, an option a line; of several programs for PALS, each behind a colon."""
-    program: list[str | Spelled] = [sys.executable, "-m", "launch.cli", *job.words]
-    if pbs.launcher == "mpirun" or job.resources.topology.world_size == 1:
-        starts: list[list[str | Spelled]] = [program]
-    else:
-        # An exception on one rank would hang the others under plain python.
-        program = [sys.executable, "-m", "mpi4py", "-m", "launch.cli", *job.words]
-        placed = [[*words, *program] for words in _place_ranks(job)]
+    """The command as an array of bash, an option a line."""
+    words: list[str | Spelled] = [sys.executable, "-m", "launch.cli", *job.words]
+    if pbs.launcher == "pals" and job.resources.topology.world_size > 1:
         yield 'mapfile -t nodes < <(uniq "$PBS_NODEFILE")'
-        starts = [["mpiexec", "--line-buffer", "--cpu-bind", "none", *pbs.launcher_arguments, *placed[0]]]
-        starts += [[":", *words] for words in placed[1:]]
+        # The interpreter stays beside its libraries. An exception on one rank would hang the others under plain python.
+        before = ["mpiexec", "--no-transfer", "--line-buffer", "--cpu-bind", "none", *pbs.launcher_arguments]
+        words = [*before, *_place_ranks(job), sys.executable, "-m", "mpi4py", *words[1:]]
     yield "job=("
-    for words in starts:
-        yield from (f"    {line}" for line in wrap_words(words, TASK_VARIABLE))
+    yield from (f"    {line}" for line in wrap_words(words, TASK_VARIABLE))
     yield ")"
 
 
-def _place_ranks(job: BatchJob) -> Iterator[list[str | Spelled]]:
-    """PALS's options that place consecutive ranks on a node."""
+def _place_ranks(job: BatchJob) -> Iterator[str | Spelled]:
+    """PALS's options that place the ranks: it fills node after node with as many as `--ppn` says."""
     topology, resources = job.resources.topology, job.resources
     hosts = [topology.host(rank) for rank in range(topology.world_size)]
-    for host, ranks in groupby(hosts):
-        count = str(len(list(ranks)))
-        node: str | Spelled = host if host in resources.named else Node(resources.hosts.index(host))
-        yield ["-n", count, "--ppn", count, "--hosts", node]
+    listed = list(dict.fromkeys(hosts))
+    most = hosts.count(listed[0])
+    if hosts != [host for host in listed for _ in range(most)][: len(hosts)]:
+        listed, most = hosts, 1  # a node for each rank, so that some stand several times
+    yield from ("-n", str(len(hosts)), "--ppn", str(most), "--hosts")
+    named = bool(resources.named)
+    yield ",".join(listed) if named else Nodes(tuple(resources.hosts.index(host) for host in listed))
 
 
 def _body(job: BatchJob, goes_on: bool) -> str:
@@ -202,6 +199,10 @@ def _check(job: BatchJob, pbs: PbsSection) -> None:
         raise ConfigError("launch.pbs.requeue: an array does not go on by itself: --no-requeue, and submit it again")
     if pbs.requeue and job.output is None and job.words[0] == "run":
         raise ConfigError("launch.pbs.requeue: only a run with --output FILE.jsonl keeps rows to go on with")
+    if pbs.launcher == "pals" and job.resources.named and set(job.resources.named) != set(job.resources.hosts):
+        raise ConfigError(
+            "launch.pbs.launcher: pals needs to know each rank's node: name all hosts, or count all devices"
+        )
     if not job.drains:
         return
     if pbs.seconds is None:

@@ -85,16 +85,25 @@ def test_nodes_ranks_and_gpus_are_asked_for_chunk_by_chunk() -> None:
         script_of("check", engines=four, pbs={"gpu_resource": "gpus", "resources": ["gpus=2"]})
 
 
-def test_pals_starts_ranks_node_by_node() -> None:
-    script = script_of("check", engines=TWO_NODES, pbs={"launcher": "pals", "launcher_arguments": ["--no-vni"]})
-    lines = script.splitlines()
-    start = lines.index("job=(")
-    text = "\n".join(["nodes=(x1 x2)", *lines[start : lines.index(")") + 1], "printf '%s\\n' \"${job[@]}\""])
-    words = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.split("\n")
-    first, second = " ".join(words).split(" : ")
-    assert first.startswith("mpiexec --line-buffer --cpu-bind none --no-vni -n 5 --ppn 5 --hosts x1 ")
-    assert second.startswith("-n 4 --ppn 4 --hosts x2 ")
-    assert first.count(" -m mpi4py -m launch.cli check") == second.count(" -m mpi4py -m launch.cli check") == 1
+def pals_words(script: str) -> str:
+    """What bash makes of the command."""
+    start, end = script.index("job=("), script.index("\n)\n")
+    text = f'nodes=(x1 x2 x3); {script[start:end]})\necho "${{job[@]}}"'
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("nodes", "placed"),
+    [(2, "-n 9 --ppn 5 --hosts x1,x2 "), (3, "-n 13 --ppn 1 --hosts x1,x1,x1,x1,x1,x2,x2,x2,x2,x3,")],
+)
+def test_pals_starts_ranks_node_by_node(nodes: int, placed: str) -> None:
+    """Its mpiexec takes hosts and a number for all of them, and fills one after the other."""
+    target = {"model": "asset:target", "devices": {"nodes": nodes, "gpus_per_node": 4}}
+    pbs = {"launcher": "pals", "launcher_arguments": ["--no-vni"]}
+    script = script_of("check", engines={**TWO_NODES, "target": target}, pbs=pbs)
+    words = pals_words(script)
+    assert words.startswith(f"mpiexec --no-transfer --line-buffer --cpu-bind none --no-vni {placed}")
+    assert words.endswith(" -m mpi4py -m launch.cli check --config run.yaml\n")
     assert "pbs_tmrsh" not in script and "pbs_tmrsh" in script_of("check", engines=TWO_NODES)
 
 
