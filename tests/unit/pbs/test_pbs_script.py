@@ -116,13 +116,13 @@ def test_a_task_of_an_array_runs_its_part() -> None:
 
 STUB = """\
 #!/bin/bash
-trap 'exit 3' USR1
+trap 'count=$((count + 1)); echo heard; (( count < SIGNALS )) || exit 3' USR1
 trap 'echo terminated; exit 3' TERM
 echo row >>"o.jsonl.partial"
 echo begun
 while :; do /bin/sleep 0.02; done
 """
-"""In place of the command: it drains as trtrun does."""
+"""In place of the command: it drains as trtrun does, behind so many signals."""
 
 
 def play(script: str, folder: Path, signals: str) -> str:
@@ -139,20 +139,27 @@ def play(script: str, folder: Path, signals: str) -> str:
     (programs / "script").write_text(f"{script[:start]}job=(stub{script[end:]}", encoding="utf-8")
     environment = {
         **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PBS_O_PATH": "", "PBS_JOBID": "12.l",
-        "PBS_NODEFILE": str(programs / "nodes"), "TRTRUN_JOB": "%7B%7D",
+        "PBS_NODEFILE": str(programs / "nodes"), "TRTRUN_JOB": "%7B%7D", "SIGNALS": str(len(signals.split())),
     }  # fmt: skip
     job = subprocess.Popen(
         ["bash", programs / "script"], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip
-    assert job.stdout is not None
-    said = ""
-    while "begun" not in said:
-        said += (line := job.stdout.readline())
-        assert line, said
+    output, said = job.stdout, ""
+    assert output is not None
+
+    def read_to(word: str) -> str:
+        lines = [""]
+        while word not in lines[-1]:
+            lines.append(output.readline())
+            assert lines[-1], said + "".join(lines)
+        return "".join(lines)
+
+    said += read_to("begun")
     for name in signals.split():
         job.send_signal(signal.Signals[f"SIG{name}"])
-    said += job.stdout.read()
+        said += read_to("heard" if "heard" in script else "terminated")
+    said += output.read()
     assert job.wait() == 3, said
     return said
 
