@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,3 +182,14 @@ def test_the_batch_system_is_the_configured_one_or_the_one_that_is_there(
     assert find_system({"launch": {"pbs": {"queue": "q"}, "slurm": {"qos": "q"}}}).name == "slurm"
     assert find_system({"launch": {"scheduler": "pbs", "slurm": {"qos": "q"}}}).name == "pbs"
     assert find_system({"launch": {"scheduler": "pbs"}}, "slurm").name == "slurm"
+
+
+def test_mpiruns_words_reach_a_shell_of_the_other_node(answers: Callable[..., None], tmp_path: Path) -> None:
+    """PBS starts a program without one, and mpirun's words, or all of them in one, are meant for one."""
+    answers("pbs_tmrsh", 'printf "%s|" "$@"')
+    environment = {**os.environ, "PATH": "/usr/bin:/bin", "PBS_O_PATH": str(tmp_path)}
+    words = ["n2", '"/a/proxy"', "--id", "1; export A"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.jobs.pbs.remote_shell", *words], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == 'n2|/bin/sh|-c|"/a/proxy" --id 1; export A|'
