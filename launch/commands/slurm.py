@@ -129,8 +129,14 @@ def submit(
 
 
 def _submit(system: BatchSystem, job: BatchJob, script: str, is_followed: bool) -> int:
+    from launch.jobs.scheduler import SchedulerError
+
     number = system.scheduler.submit(script, job.folder)
-    jobs = system.scheduler.find_jobs(str(number))
+    try:
+        jobs = system.scheduler.find_jobs(str(number))
+    except SchedulerError:
+        print(f"trtrun: job {number} is submitted", file=sys.stderr, flush=True)
+        raise
     logs = str(jobs[0].log) if len(jobs) == 1 else f"{jobs[0].log} to {jobs[-1].log}"
     print(f"trtrun: job {number} is submitted; log: {logs}", file=sys.stderr, flush=True)
     if is_followed:
