@@ -21,7 +21,7 @@ def show_jobs(jobs: Sequence[BatchState], scheduler: Scheduler) -> None:
         print("\n".join(describe(job, record)))
         successor = scheduler.find_successor(job) if job.has_ended else None
         if successor is not None:
-            print(f"  next     job {successor} goes on")
+            print(f"  next     job {successor.label} goes on")
     counts = [count_rows(file) for file in (_output(job, record) for job in jobs) if file is not None]
     if len(jobs) > 1 and len(jobs) == record.get("parts"):
         print(f"rows of all: {sum(counts)} of {record.get('rows')} done")

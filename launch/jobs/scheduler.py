@@ -86,7 +86,7 @@ class Scheduler(Protocol):
     def recall(self, job: BatchState) -> BatchState | None:
         """How a job ended that is not known any more; None where nothing tells that."""
 
-    def find_successor(self, job: BatchState) -> str | None:
+    def find_successor(self, job: BatchState) -> BatchState | None:
         """The job that goes on with what an ended one has left; None where none does."""
 
 

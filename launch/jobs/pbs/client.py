@@ -205,9 +205,14 @@ def recall(job: BatchState) -> BatchState | None:
     return replace(job, state="FAILED" if int(match) else "COMPLETED", reason="", status=int(match), elapsed="?")
 
 
-def find_successor(job: BatchState) -> str | None:
-    """The job that goes on with the rows that an ended one left, as its log tells."""
-    return _find_in_log(job, NEXT_LINE) if job.exit_status == ExitCode.DRAINED else None
+def find_successor(job: BatchState) -> BatchState | None:
+    """The job that goes on with the rows that an ended one left, as its log tells. PBS may have forgotten it, too."""
+    assert isinstance(job, PbsJob)
+    number = _find_in_log(job, NEXT_LINE) if job.exit_status == ExitCode.DRAINED else None
+    if number is None:
+        return None
+    log = job.log.with_name(re.sub(rf"\.o{job.number}$", f".o{number}", job.log.name)) if job.log is not None else None
+    return replace(job, identifier=number, number=int(number), state="QUEUED", status=None, nodes="", log=log)
 
 
 def _find_in_log(job: BatchState, template: str) -> str | None:

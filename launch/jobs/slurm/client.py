@@ -213,7 +213,7 @@ def recall(job: BatchState) -> BatchState | None:
     return None
 
 
-def find_successor(job: BatchState) -> str | None:
+def find_successor(job: BatchState) -> BatchState | None:
     """None: a job that goes on keeps its number."""
     return None
 

@@ -76,7 +76,8 @@ def follow(
     find: Callable[[str], Sequence[BatchState]] = find_jobs,
     is_server: bool = False,
     recall: Callable[[BatchState], BatchState | None] = lambda item: None,
-    find_successor: Callable[[BatchState], str | None] = lambda item: None,
+    find_successor: Callable[[BatchState], BatchState | None] = lambda item: None,
+    known: Sequence[BatchState] = (),
 ) -> int:
     """Show a job's logs and states until it ends; return its exit status, of an array the first that is not 0.
 
@@ -86,6 +87,7 @@ def follow(
         is_server: whether it serves, and so has no rows.
         recall: how it ended, where the batch system has forgotten it.
         find_successor: the job that goes on with what it left, which is followed then.
+        known: the job, as far as it is known before the batch system says more.
 
     Raises:
         SchedulerError: the batch system does not answer, or has forgotten the job.
@@ -94,7 +96,7 @@ def follow(
     tails: dict[str, Tail] = {}
     told: dict[str, str] = {}
     pause, next_ask, failures = FIRST_ASK_SECONDS, 0.0, 0
-    jobs: Sequence[BatchState] = ()
+    jobs = known
     while True:
         if time.monotonic() >= next_ask:
             try:
@@ -122,7 +124,7 @@ def follow(
         print(f"trtrun: {describe_end(item, is_server)}", file=sys.stderr, flush=True)
     successor = next(filter(None, map(find_successor, jobs)), None)
     if successor is not None:
-        return follow(successor, find, is_server, recall, find_successor)
+        return follow(successor.label, find, is_server, recall, find_successor, [successor])
     return next((item.exit_status for item in jobs if item.exit_status), ExitCode.DONE)
 
 
