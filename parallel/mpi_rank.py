@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 from array import array
 from collections.abc import Mapping
@@ -19,7 +20,11 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 _VARIABLES = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))
-"""Size and rank as Open MPI's mpirun names them, and as Hydra's (MPICH) and Slurm's PMI do."""
+"""Size and rank as Open MPI's mpirun names them, and as Hydra's (MPICH), Slurm's and PALS's PMI do."""
+
+_PALS_HEADER = struct.Struct("@iNNNiNNiNNi")
+"""Begins the file that HPE's launcher PALS writes for its ranks (PALS_APINFO), in the machine's own layout: a version,
+sizes and places of what follows, and last the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class MpiRank:
 def find_mpi_rank(environment: Mapping[str, str] | None = None) -> MpiRank | None:
     """Return this process's rank and the world's size, or None when nothing started it as a rank. MPI is not touched.
 
+    PALS tells each process its rank, and the size in a file, where it speaks no PMI that tells both.
+
     Of srun's processes those are ranks that got numbers for an MPI library (--mpi=pmix, --mpi=pmi2). A step of one task
     is none, because a shell of the user's may run in one: what it starts is to start the ranks.
     """
@@ -45,7 +52,20 @@ def find_mpi_rank(environment: Mapping[str, str] | None = None) -> MpiRank | Non
     # Slurm tells the size only by its own name. Where its number is another one, PMIx is somebody else's.
     if rank.isdecimal() and tasks.isdecimal() and int(tasks) > 1 and rank == values.get("SLURM_PROCID"):
         return MpiRank(int(rank), int(tasks))
-    return None
+    return _find_pals_rank(values)
+
+
+def _find_pals_rank(values: Mapping[str, str]) -> MpiRank | None:
+    """The place of a process that PALS started with others; None where it did not, or its file cannot be read."""
+    rank = values.get("PALS_RANKID", "")
+    if not rank.isdecimal():
+        return None
+    try:
+        with open(values.get("PALS_APINFO", ""), "rb") as file:
+            size = _PALS_HEADER.unpack(file.read(_PALS_HEADER.size))[-1]
+    except (OSError, struct.error):
+        return None
+    return MpiRank(int(rank), size) if size > max(1, int(rank)) else None
 
 
 def _is_lone_step(values: Mapping[str, str]) -> bool:

@@ -135,20 +135,20 @@ def load(
     Raises:
         TrtrunError: one line that names the file and the key, or the log file that cannot be written.
     """
+    from launch.jobs.pbs.section import check_batch_sections
     from launch.jobs.placement.run_config import load_run_config
-    from launch.jobs.slurm.section import check_slurm_section
 
     extra = [] if speculation is None else [f"speculation.method={speculation}"]
     context = click.get_current_context(silent=True)
     options = context.meta if context is not None else {}
     if _VERBOSITY not in options:
-        return load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks, read)
+        return load_run_config(path, [*overrides, *extra], check_batch_sections, place_ranks, read)
     if options[_LOG_DIRECTORY] is not None:
         extra.append(f"launch.log_directory={json.dumps(options[_LOG_DIRECTORY])}")
     from launch.jobs.logs import quiet_libraries
 
     quiet_libraries(options[_VERBOSITY])
-    config = load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks, read)
+    config = load_run_config(path, [*overrides, *extra], check_batch_sections, place_ranks, read)
     _begin_log(path, config, place_ranks(config), options[_VERBOSITY], is_frontend)
     return config
 

@@ -25,6 +25,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.command()
 @with_config
 @click.option("--slurm", is_flag=True, help="Plan a batch job: show its script in place of the mpirun command.")
+@click.option("--pbs", is_flag=True, help="The same for PBS.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--hosts", is_flag=True, help="Compare layouts over the hosts by what a round sends and takes.")
 @click.option("--links", type=click.Path(path_type=Path), metavar="FILE", help="Of --hosts: trtrun check --json's.")
@@ -40,6 +41,7 @@ def plan(
     overrides: tuple[str, ...],
     speculation: str | None,
     slurm: bool,
+    pbs: bool,
     as_json: bool,
     hosts: bool,
     **figures: Any,
@@ -54,6 +56,7 @@ def plan(
     """
     _refuse_unused(hosts, figures)
     from launch.jobs.mpi.job import Job
+    from launch.jobs.pbs.section import check_batch_sections
     from launch.jobs.slurm.resources import load_plan_config, place_on_simulated_hosts, read_resources
 
     arguments = ["run", *config_words(config_path, overrides)]
@@ -62,14 +65,16 @@ def plan(
         overrides += (f"speculation.method={speculation}",)
     arguments += ["--prompt", "TEXT"]
     script = None
-    if slurm:
-        from launch.jobs.slurm.script import BatchJob, render_script
+    if slurm or pbs:
+        from launch.commands.schedulers import find_system
+        from launch.jobs.slurm.script import BatchJob
 
-        resources = read_resources(config_path, overrides)
-        script = render_script(BatchJob(resources, arguments, Path.cwd()))
+        system = find_system(name="pbs" if pbs else "slurm")
+        resources = read_resources(config_path, overrides, section_class=system.section_class)
+        script = system.render_script(BatchJob(resources, arguments, Path.cwd()))
         config, simulated_hosts = place_on_simulated_hosts(config_path, overrides, resources)
     else:
-        config, simulated_hosts = load_plan_config(config_path, overrides)
+        config, simulated_hosts = load_plan_config(config_path, overrides, check_batch_sections)
     if hosts:
         from launch.jobs.plan.host_layouts import Figures, plan_hosts, print_hosts_plan
 

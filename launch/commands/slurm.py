@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launch.commands.model_options import tell_choices
+from launch.commands.schedulers import PROGRAMS, find_system
 
 if TYPE_CHECKING:
+    from launch.commands.schedulers import BatchSystem
     from launch.jobs.slurm.script import Array, BatchJob
 
 SETTINGS = (
-    ("--partition", "partition", "NAME", "Partition to run in."),
+    ("--partition", "partition", "NAME", "Partition to run in, or queue of PBS."),
     ("--account", "account", "NAME", "Account that pays."),
     ("--qos", "qos", "NAME", "Quality of service."),
     ("--reservation", "reservation", "NAME", "Reservation to run in."),
@@ -27,9 +29,16 @@ SETTINGS = (
     ("--cpus-per-task", "cpus_per_task", "N", "CPU cores of each rank.  [default: threads]"),
     ("--mem", "memory", "SIZE", "Memory of each node, such as 64G."),
     ("--job-name", "job_name", "NAME", "Name of the job."),
-    ("--log", "output", "PATH", "The log; %j is the job's number, %A an array's, %a a task's."),
+    ("--log", "output", "PATH", "The log; %j is the job's number, %A an array's, %a a task's (of PBS ^array_index^)."),
 )
 """Options that stand for keys of launch.slurm: option, key, what it takes, help."""
+
+PBS_KEYS = {"partition": "queue", "time": "walltime"} | dict.fromkeys(
+    ("account", "cpus_per_task", "memory", "job_name", "output", "requeue")
+)
+"""Which of them launch.pbs has, and under what name where that is another one."""
+
+_with_scheduler = click.option("--scheduler", type=click.Choice([*PROGRAMS]), help="Batch system.  [default: found]")
 
 
 def _read_array(context: click.Context, parameter: click.Parameter, value: str | None) -> Array | None:
@@ -42,6 +51,22 @@ def _read_array(context: click.Context, parameter: click.Parameter, value: str |
     if match is None:
         raise click.BadParameter(f"{value!r} is no number of jobs: write such as 4, or 100%8 for at most 8 at once")
     return Array(int(match[1]), int(match[2]) if match[2] else None)
+
+
+def _settings_for(system: BatchSystem, settings: dict[str, object]) -> dict[str, object]:
+    """The keys of a batch system's section that options set.
+
+    Raises:
+        click.UsageError: it has no such key.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    if system.name != "pbs":
+        return given
+    for name in given:
+        if name not in PBS_KEYS:
+            option = next((option for option, key, *_ in SETTINGS if key == name), f"--{name}")
+            raise click.UsageError(f"{option} is for Slurm: PBS has launch.pbs.place, launch.pbs.resources and extra")
+    return {PBS_KEYS[name] or name: value for name, value in given.items()}
 
 
 def _with_settings(command: Any) -> Any:
@@ -60,6 +85,7 @@ def _with_settings(command: Any) -> Any:
 @click.option("--requeue/--no-requeue", default=None, help="Put a job that reaches its time limit back into the queue.")
 @click.option("--exclusive", is_flag=True, default=None, help="Take whole nodes.")
 @_with_settings
+@_with_scheduler
 @click.argument("words", nargs=-1, metavar="-- COMMAND [OPTION]…", type=click.UNPROCESSED)
 def submit(
     config_path: Path | None,
@@ -69,26 +95,31 @@ def submit(
     array: Array | None,
     chain: int | None,
     words: tuple[str, ...],
+    scheduler: str | None,
     **settings: object,
 ) -> int:
-    """Run a command of trtrun as a Slurm job, such as:
+    """Run a command of trtrun as a job of Slurm or PBS, such as:
 
         trtrun submit --config F.yaml --time 2:00:00 -- run --prompts P.jsonl --output O.jsonl
 
     The nodes, ranks and GPUs come from the devices in the YAML file, or from --devices behind the -- without one;
-    everything else from its launch.slurm section and the options here. What is wrong with the command is said now, not
-    when the job starts.
+    everything else from its launch.slurm or launch.pbs section and the options here. What is wrong with the command is
+    said now, not when the job starts.
     """
     from launch.commands.submit_arguments import make_job, merge_words, parse_inner
     from launch.jobs.slurm.resources import read_resources
-    from launch.jobs.slurm.script import render_script
 
     inner = parse_inner(words, config_path, overrides)
     tell_choices(inner.settled)
-    changes = {name: value for name, value in settings.items() if value is not None}
-    resources = read_resources(inner.settled.path, inner.overrides, changes, inner.place_ranks, inner.read)
+    system = find_system(inner.read(inner.settled.path, inner.overrides), scheduler)
+    if chain is not None and system.name != "slurm":
+        raise click.UsageError("--chain is of Slurm: jobs of PBS do not follow each other")
+    changes, section_class = _settings_for(system, settings), system.section_class
+    resources = read_resources(
+        inner.settled.path, inner.overrides, changes, inner.place_ranks, inner.read, section_class
+    )
     job = make_job(inner, resources, overrides, array, chain)
-    script = render_script(job)
+    script = system.render_script(job)
     if resources.lacks_cores:
         print(
             "trtrun: the one process of the job computes on one core, most clusters' default: --cpus-per-task N, or "
@@ -99,23 +130,26 @@ def submit(
     if dry_run:
         print(script, end="")
         return 0
-    status = _submit(job, script, follow)
+    status = _submit(system, job, script, follow)
     if array is not None:
         when = "now" if follow and not status else "when all jobs are done"
         print(f"trtrun: {when}, join the parts: {shlex.join(merge_words(inner, array))}", file=sys.stderr, flush=True)
     return status
 
 
-def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
-    from launch.jobs.slurm.client import find_jobs
-    from launch.jobs.slurm.client import submit as submit_script
+def _submit(system: BatchSystem, job: BatchJob, script: str, is_followed: bool) -> int:
+    from launch.jobs.scheduler import SchedulerError
 
-    number = submit_script(script, job.folder)
-    jobs = find_jobs(str(number))
+    number = system.scheduler.submit(script, job.folder)
+    try:
+        jobs = system.scheduler.find_jobs(str(number))
+    except SchedulerError:
+        print(f"trtrun: job {number} is submitted", file=sys.stderr, flush=True)
+        raise
     logs = str(jobs[0].log) if len(jobs) == 1 else f"{jobs[0].log} to {jobs[-1].log}"
     print(f"trtrun: job {number} is submitted; log: {logs}", file=sys.stderr, flush=True)
     if is_followed:
-        return _follow(str(number), job.is_server)
+        return _follow(system, str(number), job.is_server)
     if job.chain is not None:
         print(f"trtrun: {job.chain.name_file} says where it listens, once it does", file=sys.stderr, flush=True)
     elif job.is_server:
@@ -124,11 +158,12 @@ def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
     return 0
 
 
-def _follow(job: str, is_server: bool) -> int:
+def _follow(system: BatchSystem, job: str, is_server: bool) -> int:
     from launch.jobs.slurm.follow import follow
 
+    scheduler = system.scheduler
     try:
-        return follow(job, is_server=is_server)
+        return follow(job, scheduler.find_jobs, is_server, scheduler.recall, scheduler.find_successor)
     except KeyboardInterrupt:
         print(
             f"\ntrtrun: job {job} goes on; see: trtrun status {job}, or end it: trtrun cancel {job}",
@@ -140,37 +175,41 @@ def _follow(job: str, is_server: bool) -> int:
 
 @click.command()
 @click.argument("job")
-def status(job: str) -> int:
-    """Show a job's state, nodes, time, log, finished rows, and where it serves. JOB is a number, or ARRAY_TASK."""
+@_with_scheduler
+def status(job: str, scheduler: str | None) -> int:
+    """Show a job's state, nodes, time, log, finished rows, and where it serves. JOB is a number, or a task of an array:
+    ARRAY_TASK."""
     from launch.commands.slurm_status import show_jobs
-    from launch.jobs.slurm.client import find_jobs
 
-    show_jobs(find_jobs(job))
+    system = find_system(name=scheduler)
+    show_jobs(system.scheduler.find_jobs(job), system.scheduler)
     return 0
 
 
 @click.command()
 @click.argument("job")
 @click.option("--now", is_flag=True, help="End the job at once; without it what is in flight may finish.")
-def cancel(job: str, now: bool) -> int:
+@_with_scheduler
+def cancel(job: str, now: bool, scheduler: str | None) -> int:
     """End a job so that it loses no finished row: running jobs drain, waiting ones leave the queue, as
     does the next one of a chain.
 
     JOB is a number, or ARRAY_TASK for one task of an array.
     """
-    from launch.jobs.slurm.client import SlurmError, end_jobs, find_jobs, find_next, signal_scripts
+    from launch.jobs.scheduler import SchedulerError
 
-    jobs = [item for item in find_jobs(job) if not (item.has_ended or item.is_ending)]
-    jobs += [item for each in jobs for item in find_next(each.number) if item.is_waiting]
+    system = find_system(name=scheduler).scheduler
+    jobs = [item for item in system.find_jobs(job) if not (item.has_ended or item.is_ending)]
+    jobs += [item for each in jobs for item in system.find_next(each.number) if item.is_waiting]
     if not jobs:
-        raise SlurmError(f"job {job} has ended already; see: trtrun status {job}")
+        raise SchedulerError(f"job {job} has ended already; see: trtrun status {job}")
     # Waiting jobs first: a task that ends must not let the next one start.
     waiting = [item for item in jobs if now or not item.is_running]
     draining = [item for item in jobs if not now and item.is_running]
     if waiting:
-        end_jobs(waiting)
+        system.end_jobs(waiting)
     if draining:
-        signal_scripts(draining, "TERM")
+        system.drain_jobs(draining)
     for item in jobs:
         asked = f"is asked to end, and what is in flight may finish; see: trtrun status {item.label}"
         what = asked if item in draining else "is ended"

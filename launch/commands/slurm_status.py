@@ -1,4 +1,4 @@
-"""`trtrun status`: what Slurm says of a job, how many of its rows are finished, and where its server listens.
+"""`trtrun status`: what the batch system says of a job, how many rows are finished, and where its server listens.
 
 It prints. It changes nothing.
 """
@@ -10,28 +10,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launch.batch.merge import part_path
-from launch.jobs.slurm.client import SlurmJob, find_next, read_record
+from launch.jobs.scheduler import BatchState, Scheduler
 from launch.jobs.slurm.follow import describe_end, describe_state
 from launch.jobs.slurm.reach import find_served, socket_path
 from launch.serve.handover.name_file import NameFile
 
 
-def show_jobs(jobs: Sequence[SlurmJob]) -> None:
+def show_jobs(jobs: Sequence[BatchState], scheduler: Scheduler) -> None:
     """Print a paragraph for each job, and the sum of an array's rows."""
-    record = read_record(str(jobs[0].number))
+    record = scheduler.read_record(str(jobs[0].number))
     for job in jobs:
-        print("\n".join(describe(job, record)))
+        print("\n".join(describe(job, record, scheduler)))
+        successor = scheduler.find_successor(job) if job.has_ended else None
+        if successor is not None:
+            print(f"  next     job {successor.label} goes on")
     counts = [count_rows(file) for file in (_output(job, record) for job in jobs) if file is not None]
     if len(jobs) > 1 and len(jobs) == record.get("parts"):
         print(f"rows of all: {sum(counts)} of {record.get('rows')} done")
 
 
-def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
+def describe(job: BatchState, record: Mapping[str, object], scheduler: Scheduler) -> Iterator[str]:
     """The lines about one job.
 
     Args:
-        job: what Slurm says.
+        job: what the batch system says.
         record: what `trtrun submit` wrote down.
+        scheduler: of the job.
     """
     is_server = record.get("server") is True
     yield f"{describe_end(job, is_server) if job.has_ended else describe_state(job)}"
@@ -44,7 +48,7 @@ def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
         yield f"  log      {job.log}"
     if is_server and job.is_running:
         yield from describe_served(job)
-        yield from describe_chain(job, record.get("name_file"))
+        yield from describe_chain(job, record.get("name_file"), scheduler)
     output = _output(job, record)
     if output is not None:
         total = f" of {record.get('rows')}" if record.get("parts") is None else ""
@@ -55,7 +59,7 @@ def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
         yield f"  steps    {_count_lines(Path(steps)) or 0} done"
 
 
-def describe_served(job: SlurmJob) -> Iterator[str]:
+def describe_served(job: BatchState) -> Iterator[str]:
     """Where a job's server listens, and how it is reached."""
     try:
         log = job.log.read_text(encoding="utf-8", errors="replace") if job.log is not None else ""
@@ -70,14 +74,14 @@ def describe_served(job: SlurmJob) -> Iterator[str]:
         yield f"  there    curl --unix-socket {shlex.quote(path)} http://localhost/v1/models"
 
 
-def describe_chain(job: SlurmJob, name_file: object) -> Iterator[str]:
+def describe_chain(job: BatchState, name_file: object, scheduler: Scheduler) -> Iterator[str]:
     """Which job of a chain has its name, and which one follows."""
     if not isinstance(name_file, str):
         return
     name = NameFile(Path(name_file)).read_name()
     told = "nothing yet" if name is None else f"job {name.job}, {name.url}"
     yield f"  name     {name_file} says {told}"
-    for item in find_next(job.number):
+    for item in scheduler.find_next(job.number):
         yield f"  next     {describe_state(item)}"
 
 
@@ -98,7 +102,7 @@ def _count_lines(file: Path) -> int | None:
         return None
 
 
-def _output(job: SlurmJob, record: Mapping[str, object]) -> Path | None:
+def _output(job: BatchState, record: Mapping[str, object]) -> Path | None:
     output, parts = record.get("output"), record.get("parts")
     if not isinstance(output, str):
         return None

@@ -24,7 +24,7 @@ from launch.commands.run import data_options, generate_data, merge, run
 from launch.commands.serve import check_extra, check_served, serve
 from launch.commands.train_drafter import train_drafter, train_options
 from launch.jobs.slurm.chain import Chain
-from launch.jobs.slurm.resources import SlurmResources
+from launch.jobs.slurm.resources import BatchResources
 from launch.jobs.slurm.script import Array, BatchJob, Word, part_output
 from launch.train.job import place_training_ranks, read_training_values
 from parallel.topology import Topology
@@ -114,7 +114,7 @@ def _settle(parameters: dict[str, Any]) -> Settled:
 
 def make_job(
     inner: Inner,
-    resources: SlurmResources,
+    resources: BatchResources,
     overrides: Sequence[str],
     array: Array | None,
     chain: int | None = None,
@@ -153,7 +153,7 @@ def make_job(
     return BatchJob(resources, [*start, *rest], Path.cwd(), output, rows, array)
 
 
-def _make_chain(inner: Inner, resources: SlurmResources, start: Sequence[str], count: int) -> BatchJob:
+def _make_chain(inner: Inner, resources: BatchResources, start: Sequence[str], count: int) -> BatchJob:
     """The first of several servers of one name, each with free ports: two of them may run on one node.
 
     Raises:
@@ -203,7 +203,7 @@ def run_options(parameters: dict[str, Any]) -> RunOptions:
     )
 
 
-def _check_run(options: RunOptions, resources: SlurmResources, array: Array | None, words: Sequence[str]) -> int:
+def _check_run(options: RunOptions, resources: BatchResources, array: Array | None, words: Sequence[str]) -> int:
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
     from launch.batch.checks import check_run, read_input
     from launch.batch.journal import check_output, finished_rows
@@ -228,7 +228,7 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
     return len(rows.of_part(options.part))
 
 
-def _check_serve(resources: SlurmResources) -> None:
+def _check_serve(resources: BatchResources) -> None:
     """Raise for what `trtrun serve` would refuse."""
     from trtrun.start.job_spec import JobSpec
 
@@ -244,7 +244,7 @@ def _place_words(config: RuntimeConfig) -> Sequence[str]:
     return () if config.server.model_fields_set & PLACES else ("--uds", "auto")
 
 
-def _check_training(inner: Inner, resources: SlurmResources) -> Path:
+def _check_training(inner: Inner, resources: BatchResources) -> Path:
     """Raise for what `trtrun train-drafter --resume` would refuse; returns the file with a line for each step."""
     from launch.train.checks import check_training
     from trtrun.start.job_spec import JobSpec
@@ -256,7 +256,7 @@ def _check_training(inner: Inner, resources: SlurmResources) -> Path:
     return StateFile(options.output.resolve()).metrics_path
 
 
-def _check_weights(resources: SlurmResources) -> None:
+def _check_weights(resources: BatchResources) -> None:
     """Raise for weights that can be seen from here and that the job would refuse; tell those that it may refuse."""
     from launch.jobs.check.preflight import check_visible_weights
     from trtrun.start.job_spec import JobSpec

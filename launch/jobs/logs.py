@@ -139,7 +139,8 @@ def set_up_logging(speaker: Speaker, verbosity: int = 0, directory: Path | None 
         root.addHandler(handler)
     root.setLevel(min(handler.level for handler in handlers))
     _hook_exceptions()
-    job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    known = (("Slurm", "SLURM_JOB_ID"), ("PBS", "PBS_JOBID"))
+    job = next((f", {name} job {os.environ[variable]}" for name, variable in known if variable in os.environ), "")
     logger.info("started: trtrun %s, Python %s, process %d%s", __version__, platform.python_version(), os.getpid(), job)
 
 

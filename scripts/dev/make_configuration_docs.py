@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from launch.jobs.pbs.section import PbsSection
 from launch.jobs.slurm.section import ContainerSection, SlurmSection
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
@@ -46,6 +47,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
     (("launch",), LaunchSection),
     (("launch.slurm",), SlurmSection),
     (("launch.slurm.container",), ContainerSection),
+    (("launch.pbs",), PbsSection),
 )
 """Where each section stands in the file, and its class. Methods have sections of their own behind `speculation`."""
 

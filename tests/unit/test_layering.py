@@ -33,7 +33,9 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "launch.jobs": (
         frozenset({"plan"}),
+        frozenset({"pbs"}),
         frozenset({"slurm"}),
+        frozenset({"scheduler"}),
         frozenset({"check"}),
         frozenset({"terminal", "logs"}),
         frozenset({"mpi"}),

@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from test_docs import NAMED, OF_OTHERS, ROOT, files_by_name, name_of
 
 from launch.cli import cli
+from launch.jobs.pbs.section import PbsSection
 from launch.jobs.slurm.section import ContainerSection, SlurmSection
 from launch.serve.application.http_server import make_application, make_metrics_application
 from launch.serve.application.parts import make_parts
@@ -159,6 +160,7 @@ def keys() -> dict[str, frozenset[str]]:
         found["speculation"] |= set(method.section.model_fields)
     found["launch.slurm"] = set(SlurmSection.model_fields)
     found["launch.slurm.container"] = set(ContainerSection.model_fields)
+    found["launch.pbs"] = set(PbsSection.model_fields)
     return {name: frozenset(names) for name, names in found.items()}
 
 

@@ -116,7 +116,9 @@ class LaunchSection(Section):
             its own and MPI can do that, or ends.
         drain_seconds: how long rows in flight may go on after a signal to end.
         log_directory: one log file for each rank goes there, on the rank's host.
-        slurm: for batch jobs. The commands of `trtrun` read it; the Python API carries it unread.
+        scheduler: which batch system `trtrun submit` goes to; `auto` is the one that has a section, or whose programs
+            are on PATH, Slurm first.
+        slurm, pbs: for batch jobs. The commands of `trtrun` read them; the Python API carries them unread.
     """
 
     mpi: Literal["auto", "openmpi", "openmpi4", "mpich"] = "auto"
@@ -132,7 +134,9 @@ class LaunchSection(Section):
     on_draft_loss: Literal["continue", "end"] = "continue"
     drain_seconds: Seconds = 30.0
     log_directory: FilePath | None = None
+    scheduler: Literal["auto", "slurm", "pbs"] = "auto"
     slurm: dict[str, Any] = Field(default_factory=dict)
+    pbs: dict[str, Any] = Field(default_factory=dict)
 
 
 Port = Annotated[int, Number, Field(ge=0, le=65535)]

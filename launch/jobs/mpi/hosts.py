@@ -21,7 +21,7 @@ from typing import Any
 from launch.jobs.mpi.flavours import Flavour
 from launch.jobs.mpi.host_folders import remove_stale_folders
 from launch.jobs.mpi.library import find_library
-from launch.jobs.placement.allocation import in_allocation, is_local
+from launch.jobs.placement.allocation import in_allocation, in_slurm, is_local
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.configuration.process_sections import LaunchSection
@@ -66,7 +66,7 @@ def remote_hosts(topology: Topology) -> Iterator[str]:
 def uses_ssh(flavour: Flavour, section: LaunchSection, environment: Mapping[str, str]) -> bool:
     """Whether mpirun reaches other hosts by ssh: not inside a Slurm allocation, nor where the user has it otherwise."""
     given = [*environment, *section.mpirun_arguments]
-    return not in_allocation(environment) and not any(agent in given for agent in flavour.agents)
+    return not in_slurm(environment) and not any(agent in given for agent in flavour.agents)
 
 
 def may_be_elsewhere(flavour: Flavour, section: LaunchSection, environment: Mapping[str, str]) -> bool:

@@ -25,9 +25,9 @@ from parallel.topology import Topology
 from trtrun.configuration.process_sections import LaunchSection
 from trtrun.errors import ConfigError, PlacementError
 
-LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "HYDRA_", "HYDI_", "MPI_LOCAL")
-STEP_PREFIXES = ("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "PMIX_SECURITY_", "PMIX_GDS_", "PMI_")
-"""What an srun around this process sets."""
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "HYDRA_", "HYDI_", "MPI_LOCAL", "PALS_")
+STEP_PREFIXES = ("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "PMIX_SECURITY_", "PMIX_GDS_", "PMI_", "PALS_")
+"""What an srun around this process sets, or an mpiexec of PALS."""
 
 ALLOCATION_VARIABLES = ("SLURM_JOBID", "SLURM_NODELIST")
 """By which Open MPI's mpirun sees that it is in a Slurm job. It then calls srun, and crashes where there is none, as in
@@ -272,7 +272,7 @@ def build_environment(
     strange: tuple[str, ...] = ()
     if find_mpi_rank(values) is not None:
         strange = LAUNCHER_PREFIXES
-    elif "PMIX_RANK" in values or "PMI_RANK" in values:
+    elif not {"PMIX_RANK", "PMI_RANK", "PALS_RANKID"}.isdisjoint(values):
         strange = STEP_PREFIXES
     result = {
         name: value for name, value in values.items() if not name.startswith(strange) or "ALLOW_RUN_AS_ROOT" in name

@@ -1,4 +1,4 @@
-"""What this job may use: the hosts and GPUs of its Slurm allocation, or this host alone.
+"""What this job may use: the hosts and GPUs of its Slurm or PBS allocation, or this host alone.
 
 It reads the environment and names of hosts. It does not know which devices a configuration asks for (devices.py).
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from itertools import takewhile
+from pathlib import Path
 
 from launch.jobs.placement.devices import Allocation
 from trtrun.configuration.device_lists import check_host, is_same_host
@@ -28,8 +30,14 @@ _ITEM = r"[^,\[\]]*(?:\[[^\[\]]+\][^,\[\]]*)*"
 
 
 def in_allocation(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process runs in a Slurm allocation."""
-    return bool((os.environ if environment is None else environment).get("SLURM_JOB_NODELIST"))
+    """Whether this process runs in an allocation of Slurm or PBS."""
+    values = os.environ if environment is None else environment
+    return in_slurm(values) or _in_pbs(values)
+
+
+def in_slurm(environment: Mapping[str, str]) -> bool:
+    """Whether a process runs in a Slurm allocation, where Slurm itself starts processes on other nodes."""
+    return bool(environment.get("SLURM_JOB_NODELIST"))
 
 
 def is_outside(environment: Mapping[str, str]) -> bool:
@@ -43,19 +51,22 @@ def is_outside(environment: Mapping[str, str]) -> bool:
 
 
 def find_allocation(environment: Mapping[str, str] | None = None) -> Allocation:
-    """The allocation that this process runs in: Slurm's, or this host alone under an empty name.
+    """The allocation that this process runs in: Slurm's, PBS's, or this host alone under an empty name.
 
     Args:
         environment: default os.environ. SLURM_JOB_NODELIST names the hosts; SLURM_GPUS_ON_NODE, then
             CUDA_VISIBLE_DEVICES count their GPUs, which Slurm grants alike on every node, unless the job asked for a
-            number over all nodes (SLURM_GPUS): then they are not known.
+            number over all nodes (SLURM_GPUS): then they are not known. Of PBS the file PBS_NODEFILE names the hosts,
+            and CUDA_VISIBLE_DEVICES, where PBS sets it, counts GPUs.
 
     Raises:
-        ConfigError: SLURM_JOB_NODELIST is no list of hosts.
+        ConfigError: what names the hosts is no list of them.
     """
     values = os.environ if environment is None else environment
     if not in_allocation(values):
-        return Allocation(("",), _count_local_gpus(), count_cores(), "this host, outside a Slurm allocation,")
+        return Allocation(("",), _count_local_gpus(), count_cores(), "this host, outside a batch job,")
+    if not in_slurm(values):
+        return _find_pbs_allocation(values)
     try:
         hosts = tuple(check_host(host) for host in expand_hosts(values["SLURM_JOB_NODELIST"]))
     except (ConfigError, ValueError) as error:
@@ -66,6 +77,25 @@ def find_allocation(environment: Mapping[str, str] | None = None) -> Allocation:
         _count_granted_cores(values),
         f"Slurm job {values.get('SLURM_JOB_ID', '?')}",
     )
+
+
+def _in_pbs(environment: Mapping[str, str]) -> bool:
+    return bool(environment.get("PBS_JOBID") and environment.get("PBS_NODEFILE"))
+
+
+def _find_pbs_allocation(values: Mapping[str, str]) -> Allocation:
+    """The allocation of a job of PBS: its file has a line for each rank that was asked for, node by node; NCPUS are the
+    cores of a node."""
+    try:
+        lines = Counter(Path(values["PBS_NODEFILE"]).read_text(encoding="utf-8").split())
+        hosts = tuple(check_host(line) for line in lines)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"PBS_NODEFILE: {error}") from None
+    if not hosts:
+        raise ConfigError(f"PBS_NODEFILE: {values['PBS_NODEFILE']} names no host")
+    cores = values.get("NCPUS", "")
+    cpus = max(*lines.values(), int(cores) if cores.isdecimal() else 1)
+    return Allocation(hosts, _count_visible_gpus(values), cpus, f"PBS job {values['PBS_JOBID'].partition('.')[0]}")
 
 
 def expand_hosts(names: str) -> list[str]:
@@ -148,6 +178,10 @@ def _count_granted_gpus(values: Mapping[str, str], num_hosts: int) -> int | None
     on_node = values.get("SLURM_GPUS_ON_NODE") or values.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     if on_node.isdecimal():
         return int(on_node)
+    return _count_visible_gpus(values)
+
+
+def _count_visible_gpus(values: Mapping[str, str]) -> int | None:
     visible = values.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None

@@ -210,6 +210,12 @@ def check_started_together(mpi_rank: MpiRank | None, environment: Mapping[str, s
             f"srun started {tasks} processes that do not know each other, each a world of its own: start them with "
             "mpirun inside the batch script (launch.slurm.launcher: mpirun), or with srun --mpi=TYPE of this MPI"
         )
+    rank = environment.get("PALS_RANKID", "0")
+    if mpi_rank is None and rank not in ("", "0"):
+        raise PlacementError(
+            f"PALS started this process as rank {rank}, but its file ({environment.get('PALS_APINFO')}) does not tell "
+            "of how many: start them with mpirun inside the batch script (launch.pbs.launcher: mpirun)"
+        )
 
 
 def check_world_size(mpi_rank: MpiRank, size: int) -> None:

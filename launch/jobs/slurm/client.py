@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.exit_codes import ExitCode, status_of_signal
+from launch.jobs.scheduler import BatchState, SchedulerError
+from launch.jobs.scheduler import call as call_program
 from launch.jobs.slurm.chain import FOLLOWS
 from launch.jobs.slurm.script import RECORD
-from trtrun.errors import TrtrunError
-
-WAIT_SECONDS = 60.0
-"""How long one of Slurm's programs may take: a busy controller answers late, a dead one never."""
 
 ENDED = frozenset(
     {
@@ -41,8 +39,10 @@ FIELDS = (
 """Of squeue; ReasonList is the nodes of a running job, and (REASON) of another."""
 
 
-class SlurmError(TrtrunError):
+class SlurmError(SchedulerError):
     """A program of Slurm is missing or refused; the message holds its own reason."""
+
+    system = "Slurm"
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,26 @@ def read_record(job: str) -> Mapping[str, object]:
     return record if isinstance(record, dict) else {}
 
 
-def signal_scripts(jobs: Sequence[SlurmJob], name: str) -> None:
+def recall(job: BatchState) -> BatchState | None:
+    """None: Slurm knows a job for long enough after its end."""
+    return None
+
+
+def find_successor(job: BatchState) -> BatchState | None:
+    """None: a job that goes on keeps its number."""
+    return None
+
+
+def drain_jobs(jobs: Sequence[BatchState]) -> None:
+    """Ask running jobs to end once what is in flight is done.
+
+    Raises:
+        SlurmError: scancel refused.
+    """
+    signal_scripts(jobs, "TERM")
+
+
+def signal_scripts(jobs: Sequence[BatchState], name: str) -> None:
     """Send a signal to the batch scripts of running jobs, and to nothing else.
 
     Raises:
@@ -232,7 +251,7 @@ def signal_scripts(jobs: Sequence[SlurmJob], name: str) -> None:
     _cancel(["--batch", f"--signal={name}", *(item.label for item in jobs)])
 
 
-def end_jobs(jobs: Sequence[SlurmJob]) -> None:
+def end_jobs(jobs: Sequence[BatchState]) -> None:
     """End jobs at once, or take them out of the queue.
 
     Raises:
@@ -259,25 +278,7 @@ def call(words: Sequence[str], input: str | None = None, cwd: Path | None = None
     Raises:
         SlurmError: it is not there, or does not come back.
     """
-    program = shutil.which(words[0])
-    if program is None:
-        raise SlurmError(f"{words[0]} is not on PATH: this is no machine of a Slurm cluster, or Slurm is not set up")
-    try:
-        return subprocess.run(
-            [program, *words[1:]],
-            input=input,
-            stdin=subprocess.DEVNULL if input is None else None,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            cwd=cwd,
-            timeout=WAIT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise SlurmError(f"{words[0]} did not answer within {WAIT_SECONDS:g} s: is Slurm's controller up?") from None
-    except OSError as error:
-        raise SlurmError(f"{words[0]} cannot be run: {error.strerror}") from None
+    return call_program(SlurmError, words, input, cwd)
 
 
 def describe_failure(done: subprocess.CompletedProcess[str]) -> str:

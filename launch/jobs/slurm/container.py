@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from launch.jobs.slurm.resources import SlurmResources
+from launch.jobs.slurm.resources import BatchResources
 from launch.jobs.slurm.section import ContainerSection
 from trtrun.errors import ConfigError
 
@@ -22,7 +22,7 @@ LONE_STEP = ("srun", "--mpi=none", "--nodes=1", "--ntasks=1", "--cpu-bind=none",
 """Enters an image that only a step of Slurm can, for a process that is no rank itself."""
 
 
-def check_container(resources: SlurmResources, folders: Sequence[str]) -> None:
+def check_container(resources: BatchResources, folders: Sequence[str]) -> None:
     """Refuse what the runtime would refuse, or misread, when the job runs.
 
     Args:
@@ -86,7 +86,7 @@ def folders_to_bind(folder: Path, output: Path | None, words: Iterable[str]) -> 
     return [str(item) for item in found]
 
 
-def container_words(resources: SlurmResources, step: Sequence[str], folders: Sequence[str]) -> list[str]:
+def container_words(resources: BatchResources, step: Sequence[str], folders: Sequence[str]) -> list[str]:
     """The words that enter the image, in front of the command.
 
     Args:

@@ -1,6 +1,6 @@
 """`trtrun submit --follow`: the logs of a job as they grow, its states as they change, and its exit status at the end.
 
-It reads files and asks Slurm. It changes nothing: a job that is no longer followed goes on.
+It reads files and asks the batch system. It changes nothing: a job that is no longer followed goes on.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launch.exit_codes import ExitCode
-from launch.jobs.slurm.client import SlurmError, SlurmJob, find_jobs
+from launch.jobs.scheduler import BatchState, SchedulerError
+from launch.jobs.slurm.client import find_jobs
 
 READ_SECONDS = 0.25
 """Between two looks at the logs."""
 
 FIRST_ASK_SECONDS, LAST_ASK_SECONDS = 0.5, 5.0
-"""Between two questions to Slurm: soon after a change, then less and less often, because the controller serves all."""
+"""Between two questions to the batch system, which serves all: soon after a change, then less and less often."""
 
 SETTLE_SECONDS = 1.0
-"""A shared file system shows the end of a log later than Slurm tells the end of the job."""
+"""A shared file system shows the end of a log later than the batch system tells the end of the job."""
 
 MOST_FAILURES = 10
-"""Questions in a row that Slurm may leave unanswered: a controller that is busy or restarts is no reason to give up."""
+"""Questions in a row that may be left unanswered: a controller that is busy or restarts is no reason to give up."""
 
 CHUNK_BYTES = 1 << 20
 
@@ -70,29 +71,42 @@ class Tail:
         return data
 
 
-def follow(job: str, find: Callable[[str], list[SlurmJob]] = find_jobs, is_server: bool = False) -> int:
+def follow(
+    job: str,
+    find: Callable[[str], Sequence[BatchState]] = find_jobs,
+    is_server: bool = False,
+    recall: Callable[[BatchState], BatchState | None] = lambda item: None,
+    find_successor: Callable[[BatchState], BatchState | None] = lambda item: None,
+    known: Sequence[BatchState] = (),
+) -> int:
     """Show a job's logs and states until it ends; return its exit status, of an array the first that is not 0.
 
     Args:
         job: its number.
-        find: what Slurm says of it.
+        find: what the batch system says of it.
         is_server: whether it serves, and so has no rows.
+        recall: how it ended, where the batch system has forgotten it.
+        find_successor: the job that goes on with what it left, which is followed then.
+        known: the job, as far as it is known before the batch system says more.
 
     Raises:
-        SlurmError: Slurm does not answer, or has forgotten the job.
+        SchedulerError: the batch system does not answer, or has forgotten the job.
         KeyboardInterrupt: the user has seen enough.
     """
     tails: dict[str, Tail] = {}
     told: dict[str, str] = {}
     pause, next_ask, failures = FIRST_ASK_SECONDS, 0.0, 0
-    jobs: list[SlurmJob] = []
+    jobs = known
     while True:
         if time.monotonic() >= next_ask:
             try:
                 jobs, failures = find(job), 0
-            except SlurmError:
+            except SchedulerError:
                 failures += 1
-                if failures > MOST_FAILURES:
+                recalled = [found for item in jobs if (found := item if item.has_ended else recall(item)) is not None]
+                if jobs and len(recalled) == len(jobs):
+                    jobs = recalled
+                elif failures > MOST_FAILURES:
                     raise
             is_changed = _tell_states(jobs, told)
             pause = FIRST_ASK_SECONDS if is_changed else min(pause * 1.5, LAST_ASK_SECONDS)
@@ -108,10 +122,13 @@ def follow(job: str, find: Callable[[str], list[SlurmJob]] = find_jobs, is_serve
     _show(tails, is_last=True)
     for item in jobs:
         print(f"trtrun: {describe_end(item, is_server)}", file=sys.stderr, flush=True)
+    successor = next(filter(None, map(find_successor, jobs)), None)
+    if successor is not None:
+        return follow(successor.label, find, is_server, recall, find_successor, [successor])
     return next((item.exit_status for item in jobs if item.exit_status), ExitCode.DONE)
 
 
-def describe_state(job: SlurmJob) -> str:
+def describe_state(job: BatchState) -> str:
     """A job's state as one line."""
     where = f" on {job.nodes}" if job.nodes and job.is_running else ""
     why = f" ({job.reason})" if job.reason else ""
@@ -119,7 +136,7 @@ def describe_state(job: SlurmJob) -> str:
     return f"job {job.label} is {job.state}{where}{why}{again}"
 
 
-def describe_end(job: SlurmJob, is_server: bool = False) -> str:
+def describe_end(job: BatchState, is_server: bool = False) -> str:
     """How a job ended, as one line."""
     why = f" ({job.reason})" if job.reason and job.reason != "NonZeroExitCode" else ""
     left = "some requests were cut off" if is_server else "not all is done; the same command goes on with it"
@@ -128,7 +145,7 @@ def describe_end(job: SlurmJob, is_server: bool = False) -> str:
     return f"job {job.label} {job.state}{why} after {job.elapsed}, exit status {job.exit_status}{drained}"
 
 
-def _tell_states(jobs: Sequence[SlurmJob], told: dict[str, str]) -> bool:
+def _tell_states(jobs: Sequence[BatchState], told: dict[str, str]) -> bool:
     """Say what changed since the last call."""
     is_changed = False
     for item in jobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.jobs.slurm.client import SlurmError, call, describe_failure
-from launch.jobs.slurm.resources import count_gres_gpus
+from launch.jobs.slurm.section import count_gres_gpus
 
 _FORMAT = "%P|%a|%l|%D|%G"
 

@@ -1,6 +1,6 @@
-"""How a server inside a Slurm job is reached from elsewhere: one line, for its log and for `trtrun status`.
+"""How a server inside a batch job is reached from elsewhere: one line, for its log and for `trtrun status`.
 
-It knows addresses and Slurm's variables. It starts nothing.
+It knows addresses and the variables of batch systems. It starts nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _BEGUN = re.compile(r"trtrun: \S+ job \d+ on \S+, start \d+")
 
 
 def describe_way(url: str, is_loopback: bool, environment: Mapping[str, str]) -> str | None:
-    """What to do on another machine to reach a server that listens here; None outside a Slurm job.
+    """What to do on another machine to reach a server that listens here; None outside a batch job.
 
     Args:
         url: of the server, as this host sees it: `unix:///PATH` of a socket.
         is_loopback: whether only this host reaches it.
         environment: of this process.
     """
-    if "SLURM_JOB_ID" not in environment:
+    if "SLURM_JOB_ID" not in environment and "PBS_JOBID" not in environment:
         return None
     address = urlsplit(url)
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
     if not is_loopback:
         return f"{address.scheme}://{node}:{address.port}"
-    login = environment.get("SLURM_SUBMIT_HOST", node)
+    login = environment.get("SLURM_SUBMIT_HOST") or environment.get("PBS_O_HOST") or node
     jump = f"-J {login} " if login != node else ""
     path = socket_path(url)
     if path is not None:

@@ -1,8 +1,8 @@
-"""What a configuration needs of Slurm: nodes, ranks on each, GPUs of each. Known before there is an allocation.
+"""What a configuration needs of a batch system: nodes, ranks and GPUs on each. Known before there is an allocation.
 
 Counted devices are placed on hosts with made-up names, as they will be placed on the allocation's when the job runs.
 `trtrun plan` puts a job there, too, whose counted devices need more than this host has: so the plan of a batch job is
-what the job does. It does not know sbatch (script.py), and it starts nothing.
+what the job does. It does not know scripts (script.py), and it starts nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, cast
 
 from launch.jobs.placement.allocation import in_allocation, is_local
 from launch.jobs.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
@@ -24,10 +24,12 @@ from launch.jobs.placement.run_config import (
     make_run_config,
     name_places,
 )
-from launch.jobs.slurm.section import SlurmSection, check_slurm_section, read_slurm_section
+from launch.jobs.slurm.section import GpuRequest, SlurmSection, check_slurm_section
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
+from trtrun.configuration.engine_sections import check_section
+from trtrun.configuration.process_sections import Section
 from trtrun.configuration.topology import make_topology
 from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, shorten
@@ -40,13 +42,36 @@ MANY_CPUS = 1024
 """A CPU slot of its own for everyone: the job asks for as many cores as it has ranks, so that is what it will find."""
 
 
+class BatchSection(Protocol):
+    """What the sections of all batch systems have, each in the words of its own."""
+
+    place_in_file: ClassVar[str]
+    """Where it stands in the file."""
+
+    @property
+    def nodes(self) -> int | None:
+        """Nodes to ask for; None: what the devices need."""
+
+    @property
+    def cpus_per_task(self) -> int | None:
+        """CPU cores of each rank."""
+
+    @property
+    def gpu_request(self) -> GpuRequest | None:
+        """GPUs of each node; None: what the devices need."""
+
+    @property
+    def takes_whole_nodes(self) -> bool:
+        """Whether no other job runs on the nodes."""
+
+
 @dataclass(frozen=True)
-class SlurmResources:
+class BatchResources:
     """What a job takes, and of which nodes.
 
     Attributes:
         config: of the run; its model directories are those of this host.
-        slurm: what the configuration says of the batch job.
+        section: what the configuration says of the batch job.
         topology: the ranks, on hosts that the configuration names, and made-up ones.
         hosts: all of them. Where none is named, they stand for the allocation's nodes in its order.
         named: those that the configuration names.
@@ -56,7 +81,7 @@ class SlurmResources:
     """
 
     config: RuntimeConfig
-    slurm: SlurmSection
+    section: BatchSection
     topology: Topology
     hosts: tuple[str, ...]
     named: tuple[str, ...]
@@ -65,16 +90,22 @@ class SlurmResources:
     has_local_models: bool
 
     @property
+    def slurm(self) -> SlurmSection:
+        """The section of a job of Slurm."""
+        assert isinstance(self.section, SlurmSection)
+        return self.section
+
+    @property
     def tasks_per_node(self) -> int:
         """The most ranks of any node."""
         return max(Counter(self.topology.host(rank) for rank in range(self.topology.world_size)).values())
 
     @property
     def cpus_per_task(self) -> int | None:
-        """CPU cores of each rank: those of `launch.slurm`, else as many as the slots compute on; None where neither
-        says more than Slurm's own, one."""
-        if self.slurm.cpus_per_task is not None:
-            return self.slurm.cpus_per_task
+        """CPU cores of each rank: those of the section, else as many as the slots compute on; None where neither says
+        more than batch systems' own, one."""
+        if self.section.cpus_per_task is not None:
+            return self.section.cpus_per_task
         threads = self.config.threads or 1
         cores = [threads if slot.device.startswith("cpu") else CORES_OF_CUDA_SLOT for slot in self.topology.slots]
         return most if (most := max(cores)) > 1 else None
@@ -82,7 +113,7 @@ class SlurmResources:
     @property
     def lacks_cores(self) -> bool:
         """Whether nothing says how many cores a job of one process on the CPU takes."""
-        is_asked = self.cpus_per_task is not None or self.config.threads is not None or self.slurm.exclusive
+        is_asked = self.cpus_per_task is not None or self.config.threads is not None or self.section.takes_whole_nodes
         return self.topology.world_size == 1 and not self.gpus and not is_asked
 
 
@@ -92,25 +123,27 @@ def read_resources(
     changes: Mapping[str, object] | None = None,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
     read: Read = read_values,
-) -> SlurmResources:
+    section_class: type[BatchSection] = SlurmSection,
+) -> BatchResources:
     """Read a YAML file as `trtrun submit` sees it: without an allocation, for one that is to come.
 
     Args:
         path: the YAML file.
         overrides: `key.path=value` strings.
-        changes: keys of launch.slurm that command line options set.
+        changes: keys of the batch system's section that command line options set.
         place_ranks: who sits where.
         read: of the path and the overrides makes what the file holds.
+        section_class: of the batch system.
 
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    values, slurm = _read_slurm(read(path, overrides), changes or {}, str(path))
+    values, section = _read_section(read(path, overrides), section_class, changes or {}, str(path))
     values = spell_hosts(values)
     named = tuple(_named_hosts(values))
     # Devices without a host are those of the node that the batch script runs on: the allocation's first.
     values = spell_hosts(values, home=(*named, f"{PREFIX}1")[0])
-    values, hosts = _fill(values, named, slurm, str(path))
+    values, hosts = _fill(values, named, section, str(path))
     values, has_local_models = _settle_models(values)
     config = _make(values, path)
     used = {host_of(device) for device in (*config.target.devices, *config.draft_devices)}
@@ -120,20 +153,27 @@ def read_resources(
         launch = config.launch.model_copy(update={"orchestrator_host": used_hosts[0]})
         config = config.model_copy(update={"launch": launch})
     topology = place_ranks(config)
-    nodes = slurm.nodes or len(used_hosts)
+    nodes = section.nodes or len(used_hosts)
     if nodes != len(used_hosts):
         raise ConfigError(
-            f"{path}: launch.slurm.nodes: {nodes} nodes are to be asked for, but the devices use {len(used_hosts)}: "
-            "leave the key out, or change the devices"
+            f"{path}: {section.place_in_file}.nodes: {nodes} nodes are to be asked for, but the devices use "
+            f"{len(used_hosts)}: leave the key out, or change the devices"
         )
     gpus = _count_gpus(topology)
-    resources = SlurmResources(config, slurm, topology, used_hosts, named, nodes, gpus, has_local_models)
-    _check_gres(resources, str(path))
+    resources = BatchResources(config, section, topology, used_hosts, named, nodes, gpus, has_local_models)
+    _check_gpus(resources, str(path))
     return resources
 
 
-def load_plan_config(path: Path, overrides: Sequence[str]) -> tuple[RuntimeConfig, tuple[str, ...]]:
+def load_plan_config(
+    path: Path, overrides: Sequence[str], check: Callable[[Mapping[str, Any], str], None] = check_slurm_section
+) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """The configuration of a job that is not started; its hosts are simulated where counts ask for more than is here.
+
+    Args:
+        path: the YAML file.
+        overrides: `key.path=value` strings.
+        check: of the sections of batch systems.
 
     Returns:
         The configuration, and the names of the simulated hosts; none where all hosts are real.
@@ -142,7 +182,7 @@ def load_plan_config(path: Path, overrides: Sequence[str]) -> tuple[RuntimeConfi
         ConfigError: one line that names the file and the key.
     """
     values = read_values(path, overrides)
-    check_slurm_section(values, str(path))
+    check(values, str(path))
     try:
         return _make(name_places(values), path), ()
     except ConfigError as error:
@@ -153,7 +193,7 @@ def load_plan_config(path: Path, overrides: Sequence[str]) -> tuple[RuntimeConfi
 
 
 def place_on_simulated_hosts(
-    path: Path, overrides: Sequence[str], resources: SlurmResources
+    path: Path, overrides: Sequence[str], resources: BatchResources
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """The configuration with its devices where a batch job will have them; otherwise like `load_plan_config`."""
     values = read_values(path, overrides)
@@ -170,60 +210,51 @@ def _make(values: Mapping[str, Any], path: Path) -> RuntimeConfig:
     return make_run_config({"values": values, "base": str(path.resolve().parent), "where": str(path)})
 
 
-def count_gres_gpus(gres: str | None) -> int | None:
-    """GPUs in a value of sbatch's --gres, such as "gpu:a100:4,shard:1"; None where it names no GPU."""
-    if gres is None:
-        return None
-    counts = [
-        int(match[1] or 1)
-        for item in gres.split(",")
-        if (match := re.fullmatch(r"(?:gres[:/])?gpu(?::[A-Za-z_][\w.-]*)?(?::([0-9]{1,4}))?(?:\(.*\))?", item.strip()))
-    ]
-    return sum(counts) if counts else None
-
-
 def _fill(
-    values: dict[str, Any], named: tuple[str, ...], slurm: SlurmSection, where: str
+    values: dict[str, Any], named: tuple[str, ...], section: BatchSection, where: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The values with counts filled from hosts that are named, and made up where those are too few; and all hosts."""
     counted = _most_nodes(values)
     if not counted:
         return values, named or (f"{PREFIX}1",)
-    made_up = tuple(f"{PREFIX}{number + 1}" for number in range(max(counted, slurm.nodes or 0)))
+    made_up = tuple(f"{PREFIX}{number + 1}" for number in range(max(counted, section.nodes or 0)))
     hosts = named + made_up[len(named) :]
-    allocation = Allocation(hosts, count_gres_gpus(slurm.gres), MANY_CPUS, "launch.slurm")
+    asked = section.gpu_request
+    allocation = Allocation(hosts, None if asked is None else asked.count, MANY_CPUS, section.place_in_file)
     try:
         return fill_counts(values, lambda: allocation), hosts
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _check_gres(resources: SlurmResources, where: str) -> None:
-    granted = count_gres_gpus(resources.slurm.gres)
-    if granted is not None and granted < resources.gpus:
+def _check_gpus(resources: BatchResources, where: str) -> None:
+    asked, needed = resources.section.gpu_request, resources.gpus
+    if asked is not None and asked.count < needed:
         raise ConfigError(
-            f"{where}: launch.slurm.gres: {resources.slurm.gres!r} asks for {granted} GPUs a node, but the "
-            f"devices need {resources.gpus}: leave the key out, or ask for gpu:{resources.gpus}"
+            f"{where}: {resources.section.place_in_file}.{asked.key}: {asked.value!r} asks for {asked.count} GPUs "
+            f"a node, but the devices need {needed}: leave the key out, or ask for {asked.example.format(needed)}"
         )
 
 
 def _count_gpus(topology: Topology) -> int:
-    """GPUs that each node must have: Slurm numbers them from 0, so the highest number counts."""
+    """GPUs that each node must have: they are numbered from 0, so the highest number counts."""
     numbers = [int(slot.device.partition(":")[2]) for slot in topology.slots if slot.device.startswith("cuda")]
     return 1 + max(numbers, default=-1)
 
 
-def _read_slurm(
-    values: dict[str, Any], changes: Mapping[str, object], where: str
-) -> tuple[dict[str, Any], SlurmSection]:
-    """The values with some keys of launch.slurm set, and what launch.slurm then says."""
+def _read_section(
+    values: dict[str, Any], section_class: type[BatchSection], changes: Mapping[str, object], where: str
+) -> tuple[dict[str, Any], BatchSection]:
+    """The values with some keys of the batch system's section set, and what the section then says."""
+    name = section_class.place_in_file.rpartition(".")[2]
     launch = values.get("launch") or {}
-    slurm = launch.get("slurm") or {} if isinstance(launch, dict) else {}
-    for name, section in (("launch", launch), ("launch.slurm", slurm)):
+    keys = launch.get(name) or {} if isinstance(launch, dict) else {}
+    for place, section in (("launch", launch), (section_class.place_in_file, keys)):
         if not isinstance(section, dict):
-            raise ConfigError(f"{where}: {name}: must be a section with keys, not {shorten(section)}")
-    slurm = {**slurm, **changes}
-    return {**values, "launch": {**launch, "slurm": slurm}}, read_slurm_section(slurm, where)
+            raise ConfigError(f"{where}: {place}: must be a section with keys, not {shorten(section)}")
+    keys = {**keys, **changes}
+    read = check_section(cast("type[Section]", section_class), keys, where, ("launch", name))
+    return {**values, "launch": {**launch, name: keys}}, cast("BatchSection", read)
 
 
 def _most_nodes(values: Mapping[str, Any]) -> int:

@@ -14,10 +14,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from launch.jobs.slurm.chain import END, Chain, submit_next
 from launch.jobs.slurm.container import check_container, container_words, folders_to_bind, prepare_container
-from launch.jobs.slurm.resources import SlurmResources
+from launch.jobs.slurm.resources import BatchResources
 from launch.jobs.slurm.script_parts import PLAIN_BODY, draining_body
 from launch.jobs.slurm.section import SlurmSection
 from trtrun.errors import ConfigError, shorten
@@ -32,6 +33,13 @@ END_SECONDS = 10.0
 """How long after the last row a drained job takes to end."""
 
 
+class Spelled(Protocol):
+    """A word of a command line that only the job knows whole."""
+
+    def spell(self, variable: str) -> str:
+        """The word as bash takes it; the variable holds the number of the array's task."""
+
+
 @dataclass(frozen=True)
 class Word:
     """A word of a command line in which the number of the array's task stands.
@@ -43,11 +51,12 @@ class Word:
     before: str
     after: str
 
-    def __str__(self) -> str:
+    def spell(self, variable: str) -> str:
+        """The word as bash takes it, with the task's number from a variable."""
         return "".join(
             [
                 shlex.quote(self.before) if self.before else "",
-                f'"${TASK_VARIABLE}"',
+                f'"${variable}"',
                 shlex.quote(self.after) if self.after else "",
             ]
         )
@@ -74,7 +83,7 @@ class BatchJob:
     """Everything that the script says.
 
     Attributes:
-        resources: nodes, ranks, GPUs, the configuration and its `launch.slurm`.
+        resources: nodes, ranks, GPUs, the configuration and its section of the batch system.
         words: the command line of trtrun.
         folder: where the job runs; relative paths start there.
         output: file of the output rows, absolute; None for a command that keeps none. In an array, the name that the
@@ -86,7 +95,7 @@ class BatchJob:
         chain: of a server that others follow; None for other jobs.
     """
 
-    resources: SlurmResources
+    resources: BatchResources
     words: Sequence[str | Word]
     folder: Path
     output: Path | None = None
@@ -138,8 +147,8 @@ def render_script(job: BatchJob) -> str:
     """
     _check(job)
     sections = [
-        ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in _directives(job)), RECORD + _record(job)],
-        [*_describe_ranks(job)],
+        ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in _directives(job)), RECORD + make_record(job)],
+        [*describe_ranks(job)],
         [
             'echo "trtrun: $(date +%FT%T) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, '
             'start $((${SLURM_RESTART_COUNT:-0} + 1))"',
@@ -199,7 +208,7 @@ def _directives(job: BatchJob) -> Iterator[str]:
     yield from slurm.extra
 
 
-def _record(job: BatchJob) -> str:
+def make_record(job: BatchJob) -> str:
     """What `trtrun status` wants to know of the job, as one line of ASCII."""
     output = None if job.output is None else str(job.output)
     record = {"output": output, "rows": job.rows, "parts": job.array.count if job.array else None}
@@ -210,7 +219,8 @@ def _record(job: BatchJob) -> str:
     return json.dumps(record | ({"server": True} if job.is_server else {}))
 
 
-def _describe_ranks(job: BatchJob) -> Iterator[str]:
+def describe_ranks(job: BatchJob) -> Iterator[str]:
+    """Comments that tell each rank's place."""
     topology, resources = job.resources.topology, job.resources
     made_up = [host for host in resources.hosts if host not in resources.named]
     which = f" ({made_up[0]} is the allocation's first node)" if made_up and not resources.named else ""
@@ -236,12 +246,17 @@ def _command(job: BatchJob) -> Iterator[str]:
     if is_step:
         starts += ["mpi4py", "-m"]  # an exception on one rank would hang the others under plain python
     yield "job=("
-    yield from (f"    {line}" for line in _wrap([*starts, "launch.cli", *job.words]))
+    yield from (f"    {line}" for line in wrap_words([*starts, "launch.cli", *job.words]))
     yield ")"
 
 
-def _wrap(words: Iterable[str | Word]) -> Iterator[str]:
-    """Quoted words, with a new line before each long option of trtrun's command."""
+def wrap_words(words: Iterable[str | Spelled], variable: str = TASK_VARIABLE) -> Iterator[str]:
+    """Quoted words, with a new line before each long option of trtrun's command.
+
+    Args:
+        words: of the whole command.
+        variable: that holds the number of an array's task.
+    """
     line: list[str] = []
     is_command = False
     for word in words:
@@ -249,7 +264,7 @@ def _wrap(words: Iterable[str | Word]) -> Iterator[str]:
             yield " ".join(line)
             line = []
         is_command = is_command or word == "launch.cli"
-        line.append(str(word) if isinstance(word, Word) else shlex.quote(word))
+        line.append(shlex.quote(word) if isinstance(word, str) else word.spell(variable))
     yield " ".join(line)
 
 
@@ -265,7 +280,7 @@ def _body(job: BatchJob) -> str:
     partial = shlex.quote(f"{job.output}.partial")
     if job.array is not None:
         word = part_output(job.output, job.array.count)
-        partial = str(Word(word.before, f"{word.after}.partial"))
+        partial = Word(word.before, f"{word.after}.partial").spell(TASK_VARIABLE)
     return draining_body(drain_seconds, partial)
 
 

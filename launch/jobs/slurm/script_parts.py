@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from launch.exit_codes import ExitCode, status_of_signal
 from launch.jobs.mpi.flavours import FLAVOURS, Flavour, When
 from launch.jobs.mpi.library import choose_flavour
-from launch.jobs.slurm.resources import SlurmResources
+from launch.jobs.slurm.resources import BatchResources
 from trtrun.errors import ConfigError
 
 PROTOCOLS = {"openmpi4": "pmix", "mpich": "pmi2"}
 """srun's --mpi for each MPI library that it can start the ranks of."""
 
 
-def prepare_step(resources: SlurmResources) -> Iterator[str]:
+def prepare_step(resources: BatchResources) -> Iterator[str]:
     """Lines that come before srun: what mpirun would set, and the node of each rank.
 
     Raises:
@@ -53,7 +53,7 @@ def prepare_step(resources: SlurmResources) -> Iterator[str]:
     yield f"printf '%s\\n' {' '.join(names)} >\"$SLURM_HOSTFILE\""
 
 
-def _choose_mpi(resources: SlurmResources) -> tuple[Flavour, Mapping[str, str]]:
+def _choose_mpi(resources: BatchResources) -> tuple[Flavour, Mapping[str, str]]:
     """The MPI library of the ranks, and variables that make them load it. An image cannot be asked from here: where
     launch.mpi does not say otherwise it has MPICH, as those of containers/ have."""
     name = resources.config.launch.mpi
@@ -63,7 +63,7 @@ def _choose_mpi(resources: SlurmResources) -> tuple[Flavour, Mapping[str, str]]:
     return choice.flavour, choice.environment
 
 
-def step_words(resources: SlurmResources) -> list[str]:
+def step_words(resources: BatchResources) -> list[str]:
     """srun and its options.
 
     Raises:

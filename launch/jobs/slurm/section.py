@@ -5,8 +5,10 @@ The runtime keeps the section unread; the commands of `trtrun` check it here. It
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -56,6 +58,35 @@ class ContainerSection(Section):
         return self
 
 
+@dataclass(frozen=True)
+class GpuRequest:
+    """GPUs that a section asks for by itself.
+
+    Attributes:
+        key: in the section.
+        value: its value, for messages.
+        count: GPUs of each node.
+        example: how as many as `{}` are written.
+    """
+
+    key: str
+    value: str
+    count: int
+    example: str
+
+
+def count_gres_gpus(gres: str | None) -> int | None:
+    """GPUs in a value of sbatch's --gres, such as "gpu:a100:4,shard:1"; None where it names no GPU."""
+    if gres is None:
+        return None
+    counts = [
+        int(match[1] or 1)
+        for item in gres.split(",")
+        if (match := re.fullmatch(r"(?:gres[:/])?gpu(?::[A-Za-z_][\w.-]*)?(?::([0-9]{1,4}))?(?:\(.*\))?", item.strip()))
+    ]
+    return sum(counts) if counts else None
+
+
 class SlurmSection(Section):
     """What `trtrun submit` writes into the batch script. What is left out is the cluster's own default.
 
@@ -103,6 +134,19 @@ class SlurmSection(Section):
     signal_seconds: Annotated[int, Number, Field(ge=1, le=65535)] = 120
     chain_lead_seconds: Annotated[int, Number, Field(ge=1, le=2**31)] = 1800
     extra: Lines = ()
+
+    place_in_file: ClassVar[str] = "launch.slurm"
+
+    @property
+    def gpu_request(self) -> GpuRequest | None:
+        """GPUs of each node that `gres` asks for; None where it names none."""
+        count = count_gres_gpus(self.gres)
+        return None if self.gres is None or count is None else GpuRequest("gres", self.gres, count, "gpu:{}")
+
+    @property
+    def takes_whole_nodes(self) -> bool:
+        """Whether no other job runs on the nodes."""
+        return self.exclusive
 
 
 def read_slurm_section(values: object, where: str) -> SlurmSection:

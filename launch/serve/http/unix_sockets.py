@@ -65,8 +65,9 @@ def _expand(given: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _own_place(environment: Mapping[str, str]) -> Path:
-    """A path for this Slurm job, or this process, in a folder where nobody else can take its name."""
-    name = f"trtrun-{environment.get('SLURM_JOB_ID') or os.getpid()}.sock"
+    """A path for this batch job, or this process, in a folder where nobody else can take its name."""
+    job = environment.get("SLURM_JOB_ID") or environment.get("PBS_JOBID", "").partition(".")[0]
+    name = f"trtrun-{job or os.getpid()}.sock"
     for variable in ("TMPDIR", "XDG_RUNTIME_DIR"):
         folder = Path(environment.get(variable) or ".")
         if folder.is_absolute() and _is_own(folder):

@@ -45,6 +45,7 @@ def test_ssh_is_left_alone_where_something_else_starts_the_ranks() -> None:
     section = LaunchSection()
     assert uses_ssh(OPENMPI, section, {})
     assert not uses_ssh(OPENMPI, section, {"SLURM_JOB_NODELIST": "n1"})
+    assert uses_ssh(OPENMPI, section, {"PBS_JOBID": "1", "PBS_NODEFILE": "n1"})
     assert not uses_ssh(OPENMPI, section, {"PRTE_MCA_plm_ssh_agent": "blaunch"})
     arguments = LaunchSection(mpirun_arguments=("-launcher", "manual"))
     assert not uses_ssh(MPICH, arguments, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from launch.jobs.mpi.flavours import FLAVOURS
 from launch.jobs.mpi.job import Job
 from launch.jobs.mpi.library import Choice, Library
 from launch.jobs.mpi.mpirun import Launch, build_command, build_environment, find_mpirun, show_command
+from launch.jobs.placement.run_config import check_started_together
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.configuration.config import make_config
@@ -256,6 +258,24 @@ def test_srun_tells_the_place_of_a_rank() -> None:
     assert find_mpi_rank({name: value for name, value in pmix.items() if name != "PMIX_RANK"}) is None  # singletons
     pmi2 = {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     assert find_mpi_rank(pmi2) == MpiRank(1, 4)
+
+
+def test_pals_tells_the_place_of_a_rank(tmp_path: Path) -> None:
+    """By PMI as other launchers do, or by its own variable, and a file in which the size stands."""
+    assert find_mpi_rank({"PMI_RANK": "2", "PMI_SIZE": "4", "PALS_RANKID": "2"}) == MpiRank(2, 4)
+    file = tmp_path / "apinfo"
+    pals = {"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "0", "PALS_APINFO": str(file)}
+    assert find_mpi_rank(pals) is None
+    with pytest.raises(
+        PlacementError, match=r"PALS started this process as rank 2, but its file \(.*apinfo\) does not tell"
+    ):
+        check_started_together(None, pals)
+    # pals_header_t of version 5: a version; size and place of five tables, and how many entries each has.
+    file.write_bytes(
+        struct.pack("@iNNNiNNiNNiNNiNNi", 5, 900, 84, 128, 0, 12, 128, 1, 12, 140, 4, 72, 188, 2, 64, 332, 0)
+    )
+    assert find_mpi_rank(pals) == MpiRank(2, 4)
+    assert not {"PALS_RANKID", "PALS_APINFO"} & set(build_environment(pals))
 
 
 def test_a_shell_that_srun_has_started_is_no_rank() -> None:

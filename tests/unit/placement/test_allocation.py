@@ -6,12 +6,20 @@ import os
 import shutil
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.jobs.placement.allocation import MOST_HOSTS, expand_hosts, find_allocation, find_local, is_local
+from launch.jobs.placement.allocation import (
+    MOST_HOSTS,
+    expand_hosts,
+    find_allocation,
+    find_local,
+    in_allocation,
+    is_local,
+)
 from launch.jobs.placement.devices import Allocation
 from trtrun.errors import ConfigError
 
@@ -184,3 +192,21 @@ def _only_numbers(getaddrinfo):  # type: ignore[no-untyped-def]
         return getaddrinfo(host, *arguments, **{**options, "flags": socket.AI_NUMERICHOST})
 
     return ask
+
+
+def test_the_nodes_of_a_pbs_job_are_those_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "nodes"
+    file.write_text("x3.cluster\nx3.cluster\nx1.cluster\nx1.cluster\n", encoding="utf-8")
+    job = {"PBS_JOBID": "12.server", "PBS_NODEFILE": str(file)}
+    assert in_allocation(job) and not in_allocation({"PBS_NODEFILE": str(file)})
+    found = find_allocation(job)
+    assert (found.hosts, found.gpus, found.cpus) == (("x3.cluster", "x1.cluster"), None, 2)
+    assert found.source == "PBS job 12"
+    granted = find_allocation({**job, "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2", "NCPUS": "8"})
+    assert (granted.gpus, granted.cpus) == (2, 8)
+    file.write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match="names no host"):
+        find_allocation(job)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"PBS_NODEFILE: .*No such file"):
+        find_allocation(job)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from launch.jobs.slurm.resources import SlurmResources, count_gres_gpus, read_resources
+from launch.jobs.slurm.resources import BatchResources, read_resources
+from launch.jobs.slurm.section import count_gres_gpus
 from trtrun.errors import ConfigError
 
 
 def resources_of(
     folder: Path, target: Any, draft: Any = None, others: dict[str, Any] | None = None, **slurm: Any
-) -> SlurmResources:
+) -> BatchResources:
     values: dict[str, Any] = {
         **(others or {}),
         "target": {"model": "asset:target", "devices": target},
@@ -28,7 +29,7 @@ def resources_of(
     return read_resources(file, [])
 
 
-def places(resources: SlurmResources) -> list[str]:
+def places(resources: BatchResources) -> list[str]:
     topology = resources.topology
     devices = ((topology.host(rank), topology.slot(rank)) for rank in range(topology.world_size))
     return [f"{host} {slot.device if slot else '-'}" for host, slot in devices]

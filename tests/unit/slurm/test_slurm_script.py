@@ -138,7 +138,7 @@ def test_a_task_of_an_array_runs_its_part(here: Path) -> None:
 def test_parts_are_named_as_merge_names_them(name: str) -> None:
     word = part_output(Path(name), 12)
     assert f"{word.before}7{word.after}" == str(part_path(name, 7, 12))
-    assert shlex.split(str(word).replace('"$SLURM_ARRAY_TASK_ID"', "7")) == [str(part_path(name, 7, 12))]
+    assert shlex.split(word.spell("TASK").replace('"$TASK"', "7")) == [str(part_path(name, 7, 12))]
 
 
 def test_merging_is_told_with_the_input_to_compare(here: Path) -> None:
@@ -297,6 +297,6 @@ def test_a_job_without_a_yaml_file(here: Path) -> None:
     resources = read_resources(inner.settled.path, inner.overrides)
     assert (resources.gpus, resources.config.draft_len) == (2, 3)
     words = words_in_shell(render_script(make_job(inner, resources, ("speculation.draft_len=3",), None)))
-    assert "--config" not in words and words[-3:] == ["asset:target", "--devices", "0,1"]
+    assert "--config" not in words and words[-5:] == ["asset:target", "--devices", "0,1", "--uds", "auto"]
     changes = {words[index + 1] for index, word in enumerate(words) if word == "--set"}
     assert {"draft.devices=[0, 1]", "speculation.draft_len=3"} <= changes  # what was chosen here holds there

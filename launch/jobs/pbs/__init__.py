@@ -1,0 +1,1 @@
+"""Batch jobs of PBS: OpenPBS and PBS Professional."""
