@@ -131,7 +131,7 @@ def check_extra() -> None:
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"trtrun serve needs the extra 'serve', of which {', '.join(missing)} is missing: "
+            f"trtrun serve needs the extra 'serve', of which {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: "
             "pip install 'trtrun[serve]', or scripts/install.sh serve"
         )
 

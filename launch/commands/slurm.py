@@ -95,8 +95,7 @@ def submit(
     array: Array | None,
     chain: int | None,
     words: tuple[str, ...],
-    scheduler: str | None,
-    **settings: object,
+    **settings: Any,
 ) -> int:
     """Run a command of trtrun as a job of Slurm or PBS, such as:
 
@@ -111,7 +110,7 @@ def submit(
 
     inner = parse_inner(words, config_path, overrides)
     tell_choices(inner.settled)
-    system = find_system(inner.read(inner.settled.path, inner.overrides), scheduler)
+    system = find_system(inner.read(inner.settled.path, inner.overrides), settings.pop("scheduler"))
     if chain is not None and system.name != "slurm":
         raise click.UsageError("--chain is of Slurm: jobs of PBS do not follow each other")
     changes, section_class = _settings_for(system, settings), system.section_class

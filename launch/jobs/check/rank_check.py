@@ -80,7 +80,6 @@ def play_check(spec: JobSpec, as_json: bool) -> int:
         if as_json:
             print(report_json(None, (str(error),)), flush=True)
         raise
-    finish_mpi()
     if as_json:
         print(report_json(report))
     else:
@@ -88,6 +87,7 @@ def play_check(spec: JobSpec, as_json: bool) -> int:
     sys.stdout.flush()
     for line in report.failures:
         print_error(line)
+    finish_mpi()  # last: MPICH's mpirun may end a job, and what it says, once its first ranks are done
     return ExitCode.FAILED if report.failures else ExitCode.DONE
 
 

@@ -119,7 +119,7 @@ class Addresses:
 
     @property
     def url(self) -> str:
-        """Of the APIs, as this host sees them."""
+        """Where this host finds the APIs."""
         return self._url(self.http) if self.path is None else f"unix://{quote(str(self.path))}"
 
     def describe(self, model_name: str, grpc_port: int, environment: Mapping[str, str]) -> Iterator[str]:

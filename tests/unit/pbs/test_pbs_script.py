@@ -48,7 +48,7 @@ def script_of(
     path.write_text(json.dumps({**engines, "launch": {**launch, "pbs": pbs or {}}}), encoding="utf-8")
     inner = parse_inner(words, path, ())
     resources = read_resources(path, (), {}, inner.place_ranks, inner.read, PbsSection)
-    return render_script(make_job(inner, resources, path, (), array))
+    return render_script(make_job(inner, resources, (), array))
 
 
 def directives(script: str) -> list[str]:

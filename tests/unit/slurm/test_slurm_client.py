@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from launch.cli import cli
 from launch.commands.slurm_status import count_rows, describe
+from launch.jobs.slurm import client
 from launch.jobs.slurm import follow as slurm_follow
 from launch.jobs.slurm.client import SEPARATOR, SlurmError, SlurmJob, check_name, find_jobs, read_job, submit
 from launch.jobs.slurm.follow import Tail, describe_end, describe_state, follow
@@ -61,7 +62,7 @@ def test_states_are_told_in_words() -> None:
     assert describe_state(job_of("RUNNING")) == "job 12 is RUNNING on n[1-2]"
     waiting = job_of("PENDING", ReasonList="(BeginTime)", RestartCnt="1", NodeList="")
     assert describe_state(waiting) == "job 12 is PENDING (BeginTime), start 2"
-    assert "  nodes    2, none yet" in list(describe(waiting, {}))
+    assert "  nodes    2, none yet" in list(describe(waiting, {}, client))
     drained = job_of("FAILED", exit_code=str(3 << 8), ReasonList="(NonZeroExitCode)")
     assert describe_end(drained).startswith("job 12 FAILED after 1:02, exit status 3: drained, not all is done")
 
