@@ -130,8 +130,9 @@ def check_extra() -> None:
     """Raise ConfigError where a library is missing that the extra `serve` installs."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
+        told = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         raise ConfigError(
-            f"trtrun serve needs the extra 'serve', of which {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: "
+            f"trtrun serve needs the extra 'serve', of which {told}: "
             "pip install 'trtrun[serve]', or scripts/install.sh serve"
         )
 
