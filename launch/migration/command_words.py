@@ -7,7 +7,7 @@ configuration of TensorRT-LLM's (--extra_llm_api_options) is read by it as well,
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,11 @@ class Reading:
         changes: values by key.
         told: for each option that set something, what it is here.
         idle: for each other one, why there is nothing to do.
+        show: the words in which changes are told.
     """
 
     changes: Changes = field(default_factory=dict)
+    show: Callable[[Changes], list[str]] = field(default_factory=lambda: own_words)
     told: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
@@ -72,7 +74,7 @@ class Reading:
         Raises:
             click.UsageError: it is refused, or cannot be read.
         """
-        self._keep(name, flag.change(name, given), flag.says)
+        self._keep(name, flag.change(name, given), "so in any case" if flag.shows_value else flag.says)
 
     def add_api_options(self, path: Path) -> None:
         """Read a YAML file of TensorRT-LLM's LLM API.
@@ -109,7 +111,7 @@ class Reading:
     def _keep(self, name: str, changes: Changes, says: str = "") -> None:
         self.changes |= changes
         if changes:
-            self.told.append(f"{name} is {' '.join(own_words(changes))}" + f" ({says})" * bool(says))
+            self.told.append(f"{name} is {' '.join(self.show(changes))}" + f" ({says})" * bool(says))
         else:
             self.idle.append(f"{name} (nothing to do{': ' * bool(says)}{says})")
 

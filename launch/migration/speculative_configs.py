@@ -24,8 +24,8 @@ VLLM_METHODS = {
 
 TENSORRT_LLM_METHODS = {
     **{name: name for name in ("ngram", "eagle3", "medusa", "mtp", "dflash", "dspark", "lookahead")},
-    **{"drafttarget": "draft_target", "pard": "draft_target", "sa": "suffix"},
-    **{"eagle": None, "auto": None},  # a head's files say which kind it is
+    **{"drafttarget": "draft_target", "pard": "draft_target", "sa": "suffix", "auto": "ngram"},
+    "eagle": None,  # the head's files say which kind it is
 }
 """Of decoding_type, without underscores and capitals. None: chosen here."""
 
