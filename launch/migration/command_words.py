@@ -7,6 +7,7 @@ configuration of TensorRT-LLM's (--extra_llm_api_options) is read by it as well,
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ class Reading:
         Raises:
             click.UsageError: it is refused, or cannot be read.
         """
-        self._keep(name, flag.change(name, given), "so in any case" if flag.shows_value else flag.says)
+        self._keep(name, flag.change(name, given), "so in any case" if flag.refuses else flag.says)
 
     def add_api_options(self, path: Path) -> None:
         """Read a YAML file of TensorRT-LLM's LLM API.
@@ -111,7 +112,7 @@ class Reading:
     def _keep(self, name: str, changes: Changes, says: str = "") -> None:
         self.changes |= changes
         if changes:
-            self.told.append(f"{name} is {' '.join(self.show(changes))}" + f" ({says})" * bool(says))
+            self.told.append(f"{name} is {shlex.join(self.show(changes))}" + f" ({says})" * bool(says))
         else:
             self.idle.append(f"{name} (nothing to do{': ' * bool(says)}{says})")
 

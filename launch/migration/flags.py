@@ -6,7 +6,7 @@ It knows no option; those are in serving_flags.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -37,7 +37,8 @@ class Flag:
         read: makes values of keys of what was given: a text, or a value of a file.
         takes: the words behind it.
         says: what is different here, why there is nothing to do, or what to do in its place.
-        shows_value: whether a refusal tells the value, which is what is refused.
+        refuses: whether values are refused.
+        allowed: but for these, of an option that refuses.
     """
 
     names: tuple[str, ...]
@@ -45,7 +46,8 @@ class Flag:
     read: Callable[[Any], Changes]
     takes: Takes = Takes.ONE
     says: str = ""
-    shows_value: bool = False
+    refuses: bool = False
+    allowed: tuple[object, ...] = ()
 
     def change(self, name: str, given: Any) -> Changes:
         """What a value stands for.
@@ -62,7 +64,7 @@ class Flag:
         except (ValueError, TypeError) as error:
             raise click.UsageError(f"{name} {given}: {error}") from None
         except _RefusedError:
-            shown = f" {given}" if self.shows_value else ""  # a key is nothing to be shown
+            shown = f" {given}" if self.allowed else ""  # a key is nothing to be shown
             raise click.UsageError(f"{name}{shown}: {self.says}") from None
 
 
@@ -90,7 +92,7 @@ def idle(says: str, *names: str, takes: Takes = Takes.ONE) -> Flag:
     return Flag(names, "", lambda _: {}, takes, says)
 
 
-def only(allowed: Collection[object], says: str, *names: str, takes: Takes = Takes.ONE) -> Flag:
+def only(allowed: tuple[object, ...], says: str, *names: str, takes: Takes = Takes.ONE) -> Flag:
     """A flag of which some values are what is so here in any case, and others are refused."""
 
     def change(given: Any) -> Changes:
@@ -98,7 +100,7 @@ def only(allowed: Collection[object], says: str, *names: str, takes: Takes = Tak
             raise _RefusedError
         return {}
 
-    return Flag(names, "", change, takes, says, bool(allowed))
+    return Flag(names, "", change, takes, says, refuses=True, allowed=allowed)
 
 
 def refused(says: str, *names: str, takes: Takes = Takes.ONE) -> Flag:

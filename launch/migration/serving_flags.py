@@ -1,6 +1,6 @@
 """Options of `vllm serve`, trtllm-serve and trtllm-bench, and the key that each stands for here, or why there is none.
 
-One table: `trtrun serve` and scripts/trtllm_bench.py read command lines by it, and docs/migrate-from-servers.md is made
+One table: `trtrun serve` and scripts/trtllm_bench.py read command lines by it, and docs/migrate-from-vllm.md is made
 of it. It knows no command line.
 """
 
@@ -110,9 +110,7 @@ FLAGS: tuple[Flag, ...] = (
         read=lambda given: whole(given) > 1 or None,
         says="over all devices of the target",
     ),
-    becomes(
-        "cuda_graphs", "--enforce-eager", takes=Takes.NONE, read=lambda given: not given, says="graphs are the default"
-    ),
+    becomes("cuda_graphs", "--enforce-eager", takes=Takes.NONE, read=lambda given: not given),
     becomes("tokenizer", "--tokenizer"),
     spreads(
         "speculation, draft",
@@ -157,7 +155,8 @@ FLAGS: tuple[Flag, ...] = (
         ),
     ),
     idle("MPI starts the ranks", "--distributed-executor-backend", "--gpus-per-node", "--api-server-count", "-asc"),
-    idle("no process is in the way", "--num-postprocess-workers", "--disable-custom-all-reduce", takes=Takes.ONE),
+    idle("texts are made beside the rounds", "--num-postprocess-workers"),
+    idle("ranks of one host sum through shared memory", "--disable-custom-all-reduce", takes=Takes.NONE),
     idle("xgrammar's grammars, compiled beside the rounds", "--guided-decoding-backend", "--structured-outputs-config"),
     idle("requests say it", "--max-logprobs", "--chat-template-content-format"),
     idle("texts alone are served", "--limit-mm-per-prompt", "--media-io-kwargs", "--mm-processor-kwargs"),
@@ -186,7 +185,6 @@ FLAGS: tuple[Flag, ...] = (
     only(("fcfs",), "clients take turns, and their requests in order", "--scheduling-policy"),
     only(("generate", "auto"), "texts are generated, and nothing else is done", "--task", "--runner"),
     only(("auto", "hf", "slow"), "the checkpoint's own tokenizer files are read", "--tokenizer-mode"),
-    only(("context",), "a server does all of a request", "--server-role"),
     refused(
         "others on this host read command lines: write the key into a file, and name that by --api-key-file",
         "--api-key",
@@ -200,7 +198,15 @@ FLAGS: tuple[Flag, ...] = (
     refused("config.json says it: change a copy of it", "--hf-overrides", "--rope-scaling", "--rope-theta"),
     refused(
         "keys and values stay with the engine that computed them",
-        *(*("--kv-transfer-config", "--kv-events-config", "--metadata-server-config-file", "--disagg-cluster-uri"),),
+        *(
+            *(
+                "--kv-transfer-config",
+                "--kv-events-config",
+                "--metadata-server-config-file",
+                "--disagg-cluster-uri",
+                "--server-role",
+            ),
+        ),
     ),
     refused("Prometheus reads /metrics; there are no traces of requests", "--otlp-traces-endpoint"),
     refused("a program of yours may use AsyncLLM", "--middleware", "--logits-processors", "--tool-parser-plugin"),

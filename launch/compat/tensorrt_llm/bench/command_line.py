@@ -32,10 +32,10 @@ from launch.jobs.mpi.job import Job
 from launch.migration.command_words import Reading
 from launch.migration.serving_flags import BY_NAME, normal_name
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.configuration.model_paths import find_model
+from trtrun.configuration.config import make_config
 from trtrun.errors import ConfigError
 from trtrun.loading.model_settings import target_context
-from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from launch.compat.tensorrt_llm.bench.load import Record
@@ -189,8 +189,9 @@ def token_unif_dist(group: Mapping[str, Any], /, num_requests: int, **given: int
 
 
 def _write_dataset(group: Mapping[str, Any], inputs: Sequence[int], outputs: Sequence[int]) -> int:
-    directory = find_model(Path(group["tokenizer"] or group["model_path"] or group["model"]), None, "--model")
-    model = read_model_config(directory)
+    directory = group["tokenizer"] or group["model_path"] or group["model"]
+    values = {"target": {"model": directory, "devices": ["cpu:0"]}, "speculation": {"method": "none"}}
+    model = JobSpec(make_config(values, Path.cwd(), SCRIPT)).target
     lengths = list(zip(inputs, outputs, strict=True))
     text = as_lines(random_requests(lengths, model.vocab_size, model.eos_token_ids, group["random_seed"]))
     if group["stdout"]:

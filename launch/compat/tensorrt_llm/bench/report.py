@@ -159,7 +159,7 @@ def _performance(run: Run) -> dict[str, Any]:
 
 
 def _streaming(records: Sequence[Record]) -> dict[str, Any]:
-    """Of requests with a second token, for all that is between tokens; null where there is none."""
+    """What streams show; times between tokens are those of requests with two or more, null where there is none."""
     several = [record for record in records if len(record.tokens) > 1 and record.generating > 0]
     between = [1e3 * record.generating / (len(record.tokens) - 1) for record in several]
     speeds = [(len(record.tokens) - 1) / record.generating for record in several]
