@@ -162,6 +162,26 @@ FLAGS: tuple[Flag, ...] = (
     idle("texts alone are served", "--limit-mm-per-prompt", "--media-io-kwargs", "--mm-processor-kwargs"),
     idle("models are found in the Hugging Face cache; nothing is downloaded", "--download-dir", "--hf-token"),
     idle("adapters are held beside the weights", "--max-cpu-loras", "--lora-dtype"),
+    idle(
+        "the runtime decides it",
+        *("--calculate-kv-scales", "--disable-cascade-attn", "--disable-sliding-window", "--use-v2-block-manager"),
+        *("--disable-chunked-mm-input", "--multi-step-stream-outputs", "--language-model-only"),
+        *("--fail-fast-on-attention-window-too-large", "--fully-sharded-loras"),
+        takes=Takes.NONE,
+    ),
+    idle(
+        "the runtime decides it",
+        *("--long-prefill-token-threshold", "--max-long-partial-prefills", "--max-num-partial-prefills"),
+        *("--num-lookahead-slots", "--num-scheduler-steps", "--preemption-mode", "--prefix-caching-hash-algo"),
+        *("--config-format", "--model-impl", "--ignore-patterns", "--model-loader-extra-config"),
+    ),
+    idle(
+        "always so, or as a request says",
+        *("--enable-prompt-tokens-details", "--enable-force-include-usage", "--enable-server-load-tracking"),
+        *("--exclude-tools-when-tool-choice-none", "--enable-request-id-headers", "--allow-credentials"),
+        takes=Takes.NONE,
+    ),
+    idle("always so, or as a request says", "--logprobs-mode", "--allowed-methods", "--allowed-headers"),
     only(
         (1,),
         "layers are not split by depth: give --tensor-parallel-size as many devices",

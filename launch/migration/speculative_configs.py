@@ -85,7 +85,7 @@ _TENSORRT_LLM: dict[str, Field] = {
     "num_nextn_predict_layers": "speculation.draft_len",
     "speculative_model": "draft.model",
     "speculative_model_dir": "draft.model",
-    "max_matching_ngram_size": "speculation.prompt_lookup_max",
+    "sa_config": _flag("speculation.enable_suffix_decoding", True, ""),
     "medusa_choices": "speculation.medusa_choices",
     "eagle_choices": "speculation.eagle_choices",
     "dynamic_tree_max_topK": "speculation.eagle_topk",
@@ -98,7 +98,15 @@ _TENSORRT_LLM: dict[str, Field] = {
     **dict.fromkeys(
         ("max_concurrency", "draft_len_schedule", "max_total_draft_tokens", "load_format", "mask_token_id")
     ),
-    **dict.fromkeys(("acceptance_window", "acceptance_length_threshold", "allow_advanced_sampling", "greedy_sampling")),
+    **dict.fromkeys(
+        (
+            "enable_global_pool",
+            "acceptance_window",
+            "acceptance_length_threshold",
+            "allow_advanced_sampling",
+            "greedy_sampling",
+        )
+    ),
 }
 
 _WINDOW = ("max_window_size", "max_ngram_size", "max_verification_set_size")
@@ -141,6 +149,10 @@ def read_tensorrt_llm(given: Mapping[str, Any]) -> Changes:
         changes["speculation.lookahead_config"] = window
     elif window:
         raise click.UsageError(f"speculative_config: {', '.join(_WINDOW)} are of Lookahead, and go together")
+    longest = fields.pop("max_matching_ngram_size", None)
+    if longest is not None and longest > 0:  # others leave it to the drafter
+        key = "suffix_decoding_max_tree_depth" if method == "suffix" else "prompt_lookup_max"
+        changes[f"speculation.{key}"] = longest
     changes |= _read(fields, _TENSORRT_LLM)
     return {**changes, "speculation.parallel_drafting": "on"} if kind == "pard" else changes
 

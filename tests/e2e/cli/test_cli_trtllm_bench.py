@@ -80,5 +80,9 @@ def test_latency_of_a_prepared_dataset_without_a_draft(trtrun: Run, tmp_path: Pa
     assert report["engine"]["model"] == "name" and report["request_info"]["num_requests"] == 2
     assert report["world_info"]["max_batch_size"] == 1 and "decoding_stats" not in report
     assert report["acceptance"] is None and report["streaming_metrics"]["avg_ttft_ms"] > 0
+    (tmp_path / "sampling.yaml").write_text("temperature: 0.8\ntop_pp: 0.9\n", encoding="utf-8")
+    words = ["latency", "--dataset", dataset, "--sampler_options", tmp_path / "sampling.yaml"]
+    wrong = trtrun("-m", "asset:target", *words, words=SCRIPT)
+    assert wrong.returncode == 2 and "top_pp" in wrong.stderr
     late = trtrun("-m", "asset:target", "latency", "--dataset", dataset, "--max_seq_len", 5, words=SCRIPT)
     assert late.returncode == 2 and "task 0: " in late.stderr

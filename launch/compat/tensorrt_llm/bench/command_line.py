@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import yaml
 
 from launch.cli import guarded, leave
 from launch.commands.common import load
@@ -33,6 +34,7 @@ from launch.migration.command_words import Reading
 from launch.migration.serving_flags import BY_NAME, normal_name
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import make_config
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError
 from trtrun.loading.model_settings import target_context
 from trtrun.start.job_spec import JobSpec
@@ -40,7 +42,6 @@ from trtrun.start.job_spec import JobSpec
 if TYPE_CHECKING:
     from launch.compat.tensorrt_llm.bench.load import Record
     from trtrun.api.llm import LLM
-    from trtrun.core.sampling_params import SamplingParams
 
 MODULE = "launch.compat.tensorrt_llm.bench.command_line"
 SCRIPT = "trtllm_bench.py"
@@ -69,7 +70,7 @@ class Options:
         warmup: requests before the clock starts.
         concurrency: requests in work at once; 0 or less is no limit.
         request_rate: requests a second; 0 or less is all at once.
-        eos_id: a token that ends an output; below 0 none does.
+        sampling: of all requests.
         streaming: whether times between tokens are reported.
         files: where results go, by the names in FILES.
     """
@@ -80,7 +81,7 @@ class Options:
     warmup: int
     concurrency: int
     request_rate: float
-    eos_id: int
+    sampling: SamplingParams
     streaming: bool
     files: Mapping[str, Path]
 
@@ -94,6 +95,7 @@ def _with_options(command: Command) -> Command:
         click.option("--warmup", type=int, default=2, show_default=True, help="Requests before the clock starts."),
         *(click.option(name, metavar="VALUE", help=_help_of(name)) for name in SERVER_OPTIONS),
         click.option("--config", "--extra_llm_api_options", "api_options", type=path, help="YAML of the LLM API."),
+        click.option("--sampler_options", type=path, help="YAML of sampling parameters.  [default: greedy]"),
         click.option("--scheduler_policy", metavar="VALUE", help="Nothing to do: rows wait or are preempted."),
         click.option("--enable_chunked_context", is_flag=True, help="Nothing to do: always so."),
         *(click.option(f"--{name}", type=path, help="File to write.") for name in ("report_json", "iteration_log")),
@@ -208,7 +210,7 @@ def _measure(given: Mapping[str, Any]) -> int:
     job = Job(load(settled.path, settled.overrides, None), [*sys.argv[1:], *chosen], module=MODULE, nests=True)
     options = Options(
         *(given["model"], given["dataset"], given["num_requests"], given["warmup"], given["concurrency"]),
-        *(given.get("request_rate", -1.0), given.get("eos_id", -1), given["streaming"]),
+        *(given.get("request_rate", -1.0), _read_sampling(given), given["streaming"]),
         {name: given[name] for name in FILES if given.get(name) is not None},
     )
     requests: list[BenchRequest] = []
@@ -253,6 +255,19 @@ def _settle(given: Mapping[str, Any]) -> Settled:
     return settled
 
 
+def _read_sampling(given: Mapping[str, Any]) -> SamplingParams:
+    """How all requests are sampled: to their last token, whatever the model says."""
+    path: Path | None = given["sampler_options"]
+    try:
+        values = {} if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--sampler_options: cannot read {path}: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--sampler_options: {path} needs parameters, such as temperature: 0.8")
+    ends = [given["eos_id"]] if given.get("eos_id", -1) >= 0 else []
+    return SamplingParams.from_mapping({"temperature": 0.0, **values, "ignore_eos": True, "stop_token_ids": ends})
+
+
 def _as_keys(changes: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
 
@@ -278,11 +293,8 @@ def _play(job: Job, options: Options, requests: Sequence[BenchRequest]) -> int:
 def _encode(
     job: Job, llm: LLM, options: Options, requests: Sequence[BenchRequest]
 ) -> list[tuple[Sequence[int], SamplingParams]]:
-    """Each request's tokens, before the clock starts, and how it is sampled: greedily, to its last token."""
-    from trtrun.core.sampling_params import SamplingParams
-
+    """Each request's tokens, before the clock starts, and its sampling."""
     context = target_context(job.config, job.spec.target)
-    ends = () if options.eos_id < 0 else (options.eos_id,)
     prompts: list[tuple[Sequence[int], SamplingParams]] = []
     for request in requests:
         if isinstance(request.prompt, str) and llm.tokenizer is None:
@@ -296,10 +308,7 @@ def _encode(
                 f"task {request.task_id}: {len(tokens)} tokens and {request.output_tokens} of output are more than "
                 f"the {context} that a request may have"
             )
-        sampling = SamplingParams(
-            max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=ends
-        )
-        prompts.append((tokens, sampling))
+        prompts.append((tokens, replace(options.sampling, max_tokens=request.output_tokens)))
     return prompts
 
 
