@@ -22,6 +22,8 @@ from launch.migration.speculative_configs import Changes, read_tensorrt_llm
 from trtrun.errors import nearest
 
 API_OPTIONS = "--extra-llm-api-options"
+ONE_FIELD = "--speculative-config."
+"""How vLLM takes one field of it."""
 OWN_OPTIONS = {
     **{"target.devices": "--devices", "draft.model": "--draft", "draft.devices": "--draft-devices"},
     **{"speculation.method": "--method", "speculation.draft_len": "--draft-len"},
@@ -134,6 +136,7 @@ def read_words(words: Sequence[str], own: Collection[str]) -> tuple[list[str], R
         click.UsageError: an option is refused, lacks its value, or its value cannot be read.
     """
     kept: list[str] = []
+    speculative: dict[str, object] = {}
     reading = Reading()
     rest = list(words)
     while rest:
@@ -143,6 +146,9 @@ def read_words(words: Sequence[str], own: Collection[str]) -> tuple[list[str], R
         listed = normal == "--allowed-origins" and (value or (rest or [""])[0]).startswith("[")
         if normal == "--model":
             kept.append(value if equals else _take(name, rest))
+        elif normal.startswith(ONE_FIELD):
+            field_name = normal.removeprefix(ONE_FIELD).replace("-", "_")
+            speculative[field_name] = yaml.safe_load(value if equals else _take(name, rest))
         elif normal == API_OPTIONS:
             reading.add_api_options(Path(value if equals else _take(name, rest)))
         elif (found := _find(normal)) is None or (name in own and not listed):
@@ -158,6 +164,8 @@ def read_words(words: Sequence[str], own: Collection[str]) -> tuple[list[str], R
                 while rest and not rest[0].startswith("-"):
                     given.append(rest.pop(0))
                 reading.add(name, flag, given)
+    if speculative:
+        reading.add(ONE_FIELD[:-1], BY_NAME[ONE_FIELD[:-1]], speculative)
     return [*own_words(reading.changes), *kept], reading
 
 

@@ -151,9 +151,10 @@ FLAGS: tuple[Flag, ...] = (
         "graphs are made for all sizes at the start",
         *(
             *("--cuda-graph-sizes", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size"),
-            *("--max-seq-len-to-capture", "--compilation-config", "-cc", "--optimization-level"),
+            *("--max-seq-len-to-capture", "--compilation-config", "-cc", "--optimization-level", "-O"),
         ),
     ),
+    idle("graphs are made for all sizes at the start", "-O0", "-O1", "-O2", "-O3", takes=Takes.NONE),
     idle("MPI starts the ranks", "--distributed-executor-backend", "--gpus-per-node", "--api-server-count", "-asc"),
     idle("texts are made beside the rounds", "--num-postprocess-workers"),
     idle("ranks of one host sum through shared memory", "--disable-custom-all-reduce", takes=Takes.NONE),

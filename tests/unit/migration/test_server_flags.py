@@ -66,6 +66,12 @@ def test_a_command_line_of_vllm(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "--disable-log-requests (nothing to do: nothing is logged of requests;" in told
 
 
+def test_fields_of_a_speculative_config_may_stand_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["asset:target", "--speculative_config.method", "ngram", "--speculative-config.num_speculative_tokens=3"]
+    values, _ = served(capsys, "--model", *words, "-O3")
+    assert values["speculation"] == {"method": "ngram", "draft_len": 3} and "draft" not in values
+
+
 def test_a_command_line_of_trtllm_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = {
         "speculative_config": {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2},

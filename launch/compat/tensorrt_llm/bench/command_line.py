@@ -28,7 +28,7 @@ from launch.compat.tensorrt_llm.bench.dataset import (
     read_dataset,
     uniform_lengths,
 )
-from launch.exit_codes import ExitCode
+from launch.exit_codes import ExitCode, FailedError
 from launch.jobs.mpi.job import Job
 from launch.migration.command_words import Reading
 from launch.migration.serving_flags import BY_NAME, normal_name
@@ -51,7 +51,11 @@ SERVER_OPTIONS = (
 )
 """Options that servers have as well."""
 
-IDLE = {"workspace": "nothing is built", "target_input_len": "rows are not tuned by it", "log_level": "-v of trtrun"}
+IDLE = {
+    "workspace": "nothing is built",
+    "target_input_len": "rows are not tuned by it",
+    "log_level": "results are printed",
+}
 IDLE["target_output_len"] = IDLE["target_input_len"]
 FILES = ("report_json", "output_json", "request_json", "iteration_log")
 """Options that name a file to write."""
@@ -223,6 +227,9 @@ def _measure(given: Mapping[str, Any]) -> int:
             if not file.absolute().parent.is_dir():
                 raise ConfigError(f"--{name}: no such directory: {file.absolute().parent}")
         check_job(job.spec)
+        for request in requests:
+            if not isinstance(request.prompt, str):
+                _check_length(job, request, len(request.prompt))
 
     status = job.enter(check)
     return _play(job, options, requests) if status is None else status
@@ -294,7 +301,6 @@ def _encode(
     job: Job, llm: LLM, options: Options, requests: Sequence[BenchRequest]
 ) -> list[tuple[Sequence[int], SamplingParams]]:
     """Each request's tokens, before the clock starts, and its sampling."""
-    context = target_context(job.config, job.spec.target)
     prompts: list[tuple[Sequence[int], SamplingParams]] = []
     for request in requests:
         if isinstance(request.prompt, str) and llm.tokenizer is None:
@@ -303,13 +309,18 @@ def _encode(
         if isinstance(tokens, str):
             assert llm.tokenizer is not None
             tokens = tuple(llm.tokenizer.encode(tokens))
-        if len(tokens) + request.output_tokens > context:
-            raise ConfigError(
-                f"task {request.task_id}: {len(tokens)} tokens and {request.output_tokens} of output are more than "
-                f"the {context} that a request may have"
-            )
+            _check_length(job, request, len(tokens))
         prompts.append((tokens, replace(options.sampling, max_tokens=request.output_tokens)))
     return prompts
+
+
+def _check_length(job: Job, request: BenchRequest, num_tokens: int) -> None:
+    context = target_context(job.config, job.spec.target)
+    if num_tokens + request.output_tokens > context:
+        raise ConfigError(
+            f"task {request.task_id}: {num_tokens} tokens and {request.output_tokens} of output are more than the "
+            f"{context} that a request may have"
+        )
 
 
 def _run(llm: LLM, options: Options, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Record]:
@@ -352,7 +363,7 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise FailedError(f"cannot write {path}: {error.strerror}") from None
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from launch.exit_codes import FailedError
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.errors import InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def play_load(
         Records in the order of the prompts.
 
     Raises:
-        InvalidRequestError: a request can never run, or failed.
+        InvalidRequestError: a request can never run.
+        FailedError: one ended with an error.
     """
     records: dict[int, Record] = {}
     num_ended = iteration = 0
@@ -137,7 +138,7 @@ def _count_due(count: int, demand: Demand, elapsed: float, num_ended: int) -> in
 def _take(records: dict[int, Record], delta: CompletionDelta) -> bool:
     """Keep what came of a request; returns whether that was all."""
     if delta.error is not None:
-        raise InvalidRequestError(delta.error)
+        raise FailedError(delta.error)
     assert isinstance(delta.request_id, int)
     record = records[delta.request_id]
     record.tokens += delta.token_ids
