@@ -131,7 +131,8 @@ def settle(
     if path is not None:
         if parameters.get("model") is not None:
             raise click.UsageError(
-                f"{parameters['model']!r} and --config exclude each other: the file names its target"
+                f"{parameters['model']!r} and --config exclude each other: the file names its target (what "
+                "TensorRT-LLM has in its --config, trtrun serve takes as --extra_llm_api_options)"
             )
         return Settled(path, (*given, *overrides))
     method = [] if speculation is None else [f"speculation.method={speculation}"]

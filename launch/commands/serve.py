@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from typing_extensions import override
 
 from launch.commands.common import load, server_overrides, shared_options, with_config
 from launch.commands.model_options import (
@@ -27,6 +28,8 @@ from launch.commands.model_options import (
 )
 from launch.commands.prompts import given_sampling
 from launch.exit_codes import ExitCode, describe_exit_codes
+from launch.migration.command_words import read_words
+from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.errors import ConfigError, PlacementError
@@ -40,7 +43,20 @@ LIBRARIES = (
 """What the extra `serve` of setup.py installs."""
 
 
-@click.command(epilog=f"Exit status: {describe_exit_codes()}")
+class ServeCommand(click.Command):
+    """`trtrun serve`, which takes options of `vllm serve` and trtllm-serve as well."""
+
+    @override
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
+        words, reading = read_words(args, own)
+        rank = find_mpi_rank()
+        if reading.hint is not None and (rank is None or rank.rank == 0):
+            print(f"trtrun: {reading.hint}", file=sys.stderr, flush=True)
+        return super().parse_args(ctx, words)
+
+
+@click.command(cls=ServeCommand, epilog=f"Exit status: {describe_exit_codes()}")
 @with_config
 @click.option("--host", help="Address to listen on.  [default: server.host, 127.0.0.1]")
 @click.option("--uds", metavar="F", help="Socket to listen on in place of ports, for this user alone; or auto.")
@@ -56,12 +72,11 @@ LIBRARIES = (
 def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None, **server: Any) -> int:
     """Serve the OpenAI API and Triton's models over the ranks of a job.
 
-    Starts the ranks itself, and starts them again when they end. Under an mpirun or srun of your own rank 0 serves, and
+    Options of `vllm serve` and trtllm-serve are taken, with a line on what each is here. Starts the ranks itself, and
+    starts them again when they end. Under an mpirun or srun of your own rank 0 serves, and
     nothing is started again. The first SIGINT or SIGTERM drains: requests in work have launch.drain_seconds to finish,
     new ones are refused. The second one ends at once.
     """
-    from parallel.mpi_rank import find_mpi_rank
-
     check_extra()
     given = server_overrides(server)
     if find_mpi_rank() is not None:

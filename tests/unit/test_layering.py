@@ -25,11 +25,18 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"console", "compat"}),
         frozenset({"cli"}),
         frozenset({"commands"}),
+        frozenset({"migration"}),
         frozenset({"bench", "chat", "init", "train", "quantize"}),
         frozenset({"batch"}),
         frozenset({"serve"}),
         frozenset({"jobs"}),
         frozenset({"exit_codes"}),
+    ),
+    "launch.migration": (
+        frozenset({"command_words"}),
+        frozenset({"serving_flags"}),
+        frozenset({"flags"}),
+        frozenset({"speculative_configs"}),
     ),
     "launch.jobs": (
         frozenset({"plan"}),

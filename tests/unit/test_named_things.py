@@ -45,9 +45,11 @@ FILES_OF_OTHERS = {
 WORDS_OF_OTHERS = {
     "minProperties", "proxy_read_timeout", "ReqNodeNotAvail", "JOB_2", "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS",
     "WebSearch", "code_interpreter", "crm__find", "disallowedTools", "view_image",
+    "DFlashDecodingConfig", "DraftTargetDecodingConfig", "Eagle3DecodingConfig", "MTPDecodingConfig",
+    "MedusaDecodingConfig", "NGramDecodingConfig", "PARDDecodingConfig", "SADecodingConfig",
     "Comm_dup", "Comm_free", "MPI_Comm_ack_failed", "MPI_ERR_PROC_FAILED", "MPI_Finalize", "get_diff_sampling_param",
 }  # fmt: skip
-"""Of JSON Schema, nginx, Slurm, Claude Code, Codex, MPI and vLLM."""
+"""Of JSON Schema, nginx, Slurm, Claude Code, Codex, TensorRT-LLM, MPI and vLLM."""
 OPTIONS_OF_OTHERS = {
     # aiperf's and genai-perf's, lm_eval's, mpirun's and MPICH's, sbatch's
     "--backend", "--benchmark-duration", "--concurrency", "--endpoint-type", "--extra-inputs", "--isl", "--osl",

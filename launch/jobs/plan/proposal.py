@@ -74,7 +74,7 @@ def choose_open_keys(values: Mapping[str, Any], gpus: int | None = None) -> list
     if drafted is not None and method in METHODS and not _takes_draft(method):
         raise ConfigError(f"--draft names {drafted}, but method {method} drafts without a model: leave one of them out")
     if "devices" not in filled["target"]:
-        choose([_choose_devices(filled, target, _count_granted() if gpus is None else gpus)])
+        choose([_choose_devices(filled, target, count_granted() if gpus is None else gpus)])
     if needs_draft_model({"method": method}) and drafted is not None and "devices" not in filled["draft"]:
         choose([_choose_draft_devices(filled)])
     return choices
@@ -95,7 +95,7 @@ def bytes_of_weights(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-def _count_granted() -> int:
+def count_granted() -> int:
     """GPUs of each node of the Slurm job, where Slurm tells, else of this host."""
     granted = find_allocation().gpus if in_allocation() else None
     return count_gpus() if granted is None else granted

@@ -1,4 +1,5 @@
-"""A server whose models are names in a Hugging Face cache: what they are called, and that they are the same models."""
+"""A server whose models are names in a Hugging Face cache: what they are called, and that they are the same models. It
+is started with options of vllm serve's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def test_the_model_is_called_by_its_name(pair: Path, llm: LLM, tmp_path: Path) -
         fill_cache(tmp_path / "hub", f"org/{name}", pair / name)
     config = write_config(tmp_path / "serve.yaml", Path("org"), ONE_PROCESS, server={"model_name": None})
     environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
-    with serving(config, environment=environment) as server:
+    options = ["--max-num-seqs", "3", "--disable-log-requests", "--no-enable-prefix-caching"]
+    with serving(config, *options, environment=environment) as server:
+        assert "trtrun: here --max-num-seqs is --max-batch-size 3; --no-enable-prefix-caching is" in server.lines[0]
+        assert server.get("/v2/models/ensemble/config").raise_for_status().json()["max_batch_size"] == 3
         (model,) = server.get("/v1/models").raise_for_status().json()["data"]
         assert model["id"] == "org/target"
         assert server.get("/v1/models/org/target").raise_for_status().json()["id"] == "org/target"

@@ -1,0 +1,1 @@
+"""trtllm-bench's command line: datasets, load and report."""
