@@ -1,4 +1,5 @@
-"""Command lines of documents that TensorRT-LLM's users follow, as they were published (published_commands/), read as words.
+"""Command lines of documents that TensorRT-LLM's users follow, as they were published, read as words. They lie beside
+this file, in a folder of its name:
 
 - boost_llama_70b.txt: NVIDIA's "Boost Llama 3.3 70B Inference Throughput 3x", as a web page reprints it, whose dashes
   and quotes are typographic and which has lost what stood in angle brackets;
