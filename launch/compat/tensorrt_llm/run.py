@@ -247,7 +247,7 @@ def run(words: Sequence[str]) -> int:
             return
         if not has_gpu:
             print("run.py: no GPU here; each device number is a CPU slot", file=sys.stderr, flush=True)
-        if arguments.draft_target_model_config is not None:
+        if arguments.draft_target_model_config is not None and config.draft is not None:
             _, *named, _ = parse_draft_config(arguments.draft_target_model_config)
             used = [config.draft.devices, config.target.devices]
             for role, listed, taken in zip(("draft", "target"), named, used, strict=True):
