@@ -150,7 +150,8 @@ def run(words: Sequence[str]) -> int:
 
 def _build(arguments: argparse.Namespace) -> int:
     options = make_options(arguments)
-    given = [*IDLE, "lora_target_modules", "speculative_decoding_mode", *(["max_input_len"] if arguments.max_output_len is None else [])]
+    given = [*IDLE, "lora_target_modules"]
+    given += ["speculative_decoding_mode", *(["max_input_len"] if arguments.max_output_len is None else [])]
     idle = [f"--{name}" for name in given if getattr(arguments, name) is not None]
     if idle:
         _say(f"nothing to do for {', '.join(idle)}")
