@@ -31,7 +31,7 @@ DATA_SETS = ("cnn_dailymail", "ccdv/cnn_dailymail", "pileval", "wikitext", "mini
 """Names that the original downloads; the first is its default. Here a file of that name is read, NAME.jsonl."""
 
 CHARACTERS_OF_A_TEXT = 2400
-"""Of documentation: about as many tokens as the original takes of a text."""
+"""A piece of documentation has so many: about as many tokens as the original takes of a text."""
 
 
 OPTIONS = {

@@ -229,8 +229,8 @@ def run(words: Sequence[str]) -> int:
     from launch.batch.options import RunOptions
 
     arguments = parse_arguments(words)
-    has_gpu = _has_gpu()
-    config = make_runtime_config(arguments, has_gpu)
+    is_on_gpus = has_gpu()
+    config = make_runtime_config(arguments, is_on_gpus)
     sampling: dict[str, object] = {"max_tokens": arguments.max_output_len}
     if arguments.output_generation_logits:
         sampling["logprobs"] = 0
@@ -245,7 +245,7 @@ def run(words: Sequence[str]) -> int:
         is_rank_of_a_parent = place is not None and place.size == world_size > 1
         if is_rank_of_a_parent:
             return
-        if not has_gpu:
+        if not is_on_gpus:
             print("run.py: no GPU here; each device number is a CPU slot", file=sys.stderr, flush=True)
         if arguments.draft_target_model_config is not None and config.draft is not None:
             _, *named, _ = parse_draft_config(arguments.draft_target_model_config)
@@ -283,7 +283,8 @@ def _play(job: Job, options: Any) -> int:
     return ExitCode.ROWS_REFUSED if refused else ExitCode.DONE
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether there is a GPU here."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() > 0
