@@ -123,7 +123,7 @@ def run(words: Sequence[str]) -> int:
     arguments = parse_arguments(words)
     repository = Path(arguments.model_repo)
     values = make_values(repository, has_gpu())
-    file = repository / "trtrun.yaml"
+    file = repository / "serve.yaml"
     make_config(values, where=str(file))
     try:
         file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")

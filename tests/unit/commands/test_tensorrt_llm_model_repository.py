@@ -68,7 +68,7 @@ def test_the_pair_of_a_repository_is_served(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(model_repository.os, "execve", lambda program, words, environment: started.append(words))
     monkeypatch.setattr(model_repository, "has_gpu", lambda: False)
     run([f"--model_repo={repository}", "--multi-model", "--world_size=3", "--http_port", "80"])
-    file = repository / "trtrun.yaml"
+    file = repository / "serve.yaml"
     command = [sys.executable, "-m", "launch.cli", "serve", "--config", str(file), "--http-port", "80"]
     assert started == [command]
     config = load_config(file)

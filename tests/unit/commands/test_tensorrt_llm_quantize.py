@@ -41,7 +41,7 @@ def test_a_data_set_is_a_file_of_its_name_or_pythons_documentation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = "--model_dir a --output_dir b --qformat int4_awq --calib_dataset ccdv/cnn_dailymail".split()
+    words = ["--model_dir", "a", "--output_dir", "b", "--qformat", "int4_awq", "--calib_dataset", "ccdv/cnn_dailymail"]
     assert make_options(parse_arguments(words)).calibration is None
     Path("cnn_dailymail.jsonl").write_text("{}")
     assert make_options(parse_arguments(words)).calibration == Path("cnn_dailymail.jsonl")
