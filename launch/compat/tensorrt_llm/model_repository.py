@@ -30,7 +30,7 @@ ENGINE = "gpt_model_path"
 IDLE = ("world_size", "tritonserver", "tensorrt_llm_model_name", "multimodal_gpu0_cuda_mem_pool_bytes")
 IDLE_FLAGS = ("multi-model", "disable-spawn-processes", "oversubscribe", "force")
 PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"$]*)"')
-"""Of config.pbtxt, where a value is filled in."""
+"""A parameter of config.pbtxt whose value is filled in."""
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
