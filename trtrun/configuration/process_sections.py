@@ -193,7 +193,8 @@ class ServerSection(Section):
             answer; one beyond is answered with 429.
         request_timeout_s: from the arrival of a request's body to its end; then 504, or an error in the stream.
         exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
-            not say. Left out: true for the models of text, false for those of tokens.
+            not say. Left out: true for the models of text, false for those of tokens without
+            `decoder_input_ids`.
         cache_by_client: whether clients share nothing that is kept of their requests. Blocks of equal prompts are
             shared within a client's requests alone, as if each had a `cache_salt`, and past answers and the table of
             token_recycling keep nothing. A client is its key, or without keys its address.

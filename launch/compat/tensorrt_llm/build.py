@@ -43,10 +43,12 @@ IDLE = (
     *("input_timing_cache", "output_timing_cache", "monitor_memory", "enable_debug_output", "fast_build"),
     *("max_encoder_input_len", "streamingllm", "weight_sparsity", "weight_streaming", "pp_reduce_scatter"),
     *("use_gemm_plugin", "use_gpt_attention_plugin", "use_rmsnorm_plugin", "use_inflight_batching", "parallel_build"),
-    *("enable_context_fmha", "enable_context_fmha_fp32_acc"),
+    *("enable_context_fmha", "enable_context_fmha_fp32_acc", "use_context_fmha_for_generation", "paged_state"),
+    *("lora_plugin", "lora_ckpt_source", "max_lora_rank", "moe_plugin", "mamba_conv1d_plugin", "lookup_plugin"),
+    *("attention_qk_half_accumulation", "strip_plan", "max_multimodal_len", "gpus_per_node", "cluster_key"),
 )
 """Options of the original that there is nothing to do for: plugins, profiles and caches of its compiler, a paged cache
-that there always is, and log probabilities, which requests ask for."""
+that there always is, log probabilities, which requests ask for, and adapters, which the YAML file names."""
 
 OPTIONS = {
     "--checkpoint": "--checkpoint_dir",
@@ -59,7 +61,14 @@ OPTIONS = {
 }
 """By the names that trtrun's own command has for them."""
 
-UNSUPPORTED = ("lora_plugin", "lora_dir", "model_config", "build_config", "auto_parallel", "model_cls_file")
+UNSUPPORTED = {
+    "lora_dir": "name adapters in the YAML file, by `adapters`",
+    "model_config": "give --checkpoint_dir",
+    "build_config": "give its values as options",
+    "auto_parallel": "give --tp_size",
+    **dict.fromkeys(("model_cls_file", "model_cls_name", "dry_run", "visualize_network"), "leave it out"),
+}
+"""What to do in place of each."""
 
 MODES = ("draft_tokens_external", "lookahead_decoding", "medusa", "eagle")
 """Of --speculative_decoding_mode: here the YAML file, or run.py's command line, says the method."""
@@ -90,14 +99,15 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="Build anew where an engine is.")
     for name in IDLE:
         parser.add_argument(f"--{name}", nargs="?", const="", help="Taken, and not needed.")
-    for name in UNSUPPORTED:
-        parser.add_argument(f"--{name}", nargs="?", const="", help="Not supported.")
+    parser.add_argument("--lora_target_modules", nargs="+", help="Taken, and not needed.")
+    for name, advice in UNSUPPORTED.items():
+        parser.add_argument(f"--{name}", nargs="?", const="", help=f"Not supported: {advice}.")
     arguments = parser.parse_mended(words)
     if arguments.max_beam_width != 1:
         raise click.UsageError(f"--max_beam_width {arguments.max_beam_width}: beam search is not supported")
     refused = next((name for name in UNSUPPORTED if getattr(arguments, name) is not None), None)
     if refused is not None:
-        raise click.UsageError(f"--{refused} is not supported: leave it out")
+        raise click.UsageError(f"--{refused} is not supported: {UNSUPPORTED[refused]}")
     return arguments
 
 
@@ -140,7 +150,8 @@ def run(words: Sequence[str]) -> int:
 
 def _build(arguments: argparse.Namespace) -> int:
     options = make_options(arguments)
-    given = [*IDLE, "speculative_decoding_mode", *(["max_input_len"] if arguments.max_output_len is None else [])]
+    given = [*IDLE, "lora_target_modules"]
+    given += ["speculative_decoding_mode", *(["max_input_len"] if arguments.max_output_len is None else [])]
     idle = [f"--{name}" for name in given if getattr(arguments, name) is not None]
     if idle:
         _say(f"nothing to do for {', '.join(idle)}")

@@ -7,9 +7,13 @@ TensorRT-LLM's take engines. It knows that command line, and nothing of how a ch
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -24,7 +28,10 @@ FORMATS = {"fp8": "fp8", "fp8_pb_wo": "fp8_block", "int4_awq": "int4_awq", "int8
 """By `--qformat`."""
 
 DATA_SETS = ("cnn_dailymail", "ccdv/cnn_dailymail", "pileval", "wikitext", "minipile")
-"""Names that the original downloads; the first is its default."""
+"""Names that the original downloads; the first is its default. Here a file of that name is read, NAME.jsonl."""
+
+CHARACTERS_OF_A_TEXT = 2400
+"""A piece of documentation has so many: about as many tokens as the original takes of a text."""
 
 
 OPTIONS = {
@@ -78,7 +85,7 @@ def make_options(arguments: argparse.Namespace) -> QuantizeOptions:
     """What the options ask for.
 
     Raises:
-        click.UsageError: texts are needed, and a data set is named in place of a file.
+        click.UsageError: texts are needed, and there are none.
         ConfigError: a value is outside its range.
     """
     settings = QuantizingSettings(
@@ -90,18 +97,10 @@ def make_options(arguments: argparse.Namespace) -> QuantizeOptions:
         dtype=None if arguments.dtype == "auto" else arguments.dtype,
         tp_size=arguments.tp_size,
     )
-    calibration: Path | None = Path(arguments.calib_dataset)
-    if arguments.calib_dataset in DATA_SETS and not Path(arguments.calib_dataset).is_file():
-        calibration = None
-        if settings.needs_texts:
-            raise click.UsageError(
-                f"--calib_dataset {arguments.calib_dataset}: data sets are not downloaded: save texts as JSON lines "
-                'such as {"text": "…"} or {"article": "…"}, and give --calib_dataset FILE.jsonl'
-            )
     return QuantizeOptions(
         model=Path(arguments.model_dir),
         output=Path(arguments.output_dir),
-        calibration=calibration,
+        calibration=_find_texts(arguments.calib_dataset, settings.needs_texts),
         held_out=None,
         devices=parse_device_names("cpu:0") if arguments.device == "cpu" else (),
         resume=False,
@@ -110,12 +109,59 @@ def make_options(arguments: argparse.Namespace) -> QuantizeOptions:
     )
 
 
+def _find_texts(name: str, needs_texts: bool) -> Path | None:
+    """The file of texts that a data set's name, or a path, stands for; None where none are needed, or Python's own
+    documentation does (`run`)."""
+    if name not in DATA_SETS or Path(name).is_file():
+        return Path(name)
+    saved = Path(f"{name.rpartition('/')[2]}.jsonl")
+    return saved if needs_texts and saved.is_file() else None
+
+
+@contextmanager
+def _with_texts(options: QuantizeOptions, name: str) -> Iterator[QuantizeOptions]:
+    """Options that have texts where they need some: data sets are not downloaded, and Python's own documentation is
+    on every machine."""
+    if options.calibration is not None or not options.settings.needs_texts:
+        yield options
+        return
+    with TemporaryDirectory(prefix="quantize-") as folder:
+        path = Path(folder) / "python_documentation.jsonl"
+        topics = [topic for _, topic in sorted(read_documentation().items())]
+        size = CHARACTERS_OF_A_TEXT
+        pieces = [topic[start : start + size] for topic in topics for start in range(0, len(topic), size)]
+        path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces), encoding="utf-8")
+        print(
+            f"quantize.py: {name} is not downloaded: Python's documentation is calibrated with; save texts like yours "
+            f'as {name.rpartition("/")[2]}.jsonl here, lines of {{"text": "…"}}, or give --calib_dataset FILE.jsonl',
+            file=sys.stderr,
+            flush=True,
+        )
+        yield replace(options, calibration=path)
+
+
+def read_documentation() -> Mapping[str, str]:
+    """Texts of `help()` on the language, some seventy thousand words, by topic.
+
+    Raises:
+        click.UsageError: this Python has none.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise click.UsageError(
+            '--calib_dataset: there are no texts here: give a FILE.jsonl of lines as {"text": "…"}'
+        ) from None
+    return dict(topics)
+
+
 def run(words: Sequence[str]) -> int:
     """Quantize what the command line asks for; returns the exit status."""
     with naming_options(OPTIONS):
-        options = make_options(parse_arguments(words))
-        make_folders_above(options.output)
-        return run_quantization(options)
+        arguments = parse_arguments(words)
+        with _with_texts(make_options(arguments), arguments.calib_dataset) as options:
+            make_folders_above(options.output)
+            return run_quantization(options)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from launch.jobs.mpi.job import Job
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.configuration.engine_defaults import find_engines
+from trtrun.configuration.engine_directory import EngineDescription
 from trtrun.configuration.model_paths import find_model
 from trtrun.errors import shorten
 from trtrun.heads.eagle_tensors import find_eagle_method
@@ -34,6 +35,8 @@ EAGLE_OPTION = "--eagle_choices"
 DYNAMIC_OPTION = "--eagle_use_dynamic_tree"
 TOP_K_OPTION = "--eagle_dynamic_tree_max_top_k"
 LOOKAHEAD_OPTION = "--lookahead_config"
+USUAL_TEXT = "Born in north-east France, Soyer trained as a"
+"""The original's prompt where none is given."""
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -71,7 +74,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="Window size, n-gram size and verification set size: the target drafts for itself.",
     )
     parser.add_argument("--max_output_len", type=int, required=True, help="Most tokens to generate.")
-    parser.add_argument("--input_text", nargs="+", required=True, help="One prompt or several.")
+    parser.add_argument("--input_text", nargs="+", default=[USUAL_TEXT], help="One prompt or several.")
     parser.add_argument("--kv_cache_enable_block_reuse", action="store_true")
     parser.add_argument("--kv_cache_free_gpu_memory_fraction", type=float, help="Of memory that is free.")
     parser.add_argument("--output_generation_logits", action="store_true", help="Print each token's log probability.")
@@ -176,10 +179,13 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
     """The configuration that the options stand for; device numbers are CPU slots where there is no GPU, which kind
     of EAGLE head drafts its files say, and how many devices a target has that no option counts its engine."""
     draft_len, draft_devices, use_logits = 4, [0], False
-    engine = find_engines({"target": {"model": arguments.engine_dir}}, None, "run.py").get("target")
-    target_devices = list(range(1 if engine is None else engine.tp_size))
+    models = {"target": {"model": arguments.engine_dir}, "draft": {"model": arguments.draft_engine_dir}}
+    engines = find_engines(models, None, "run.py")
+    target_devices = list(range(engines["target"].tp_size if "target" in engines else 1))
     if arguments.draft_target_model_config is not None:
         draft_len, draft_devices, target_devices, use_logits = parse_draft_config(arguments.draft_target_model_config)
+        draft_devices = _fit_devices(draft_devices, engines.get("draft"))
+        target_devices = _fit_devices(target_devices, engines.get("target"))
     kind = "cuda" if has_gpu else "cpu"
     values: dict[str, Any] = {
         "target": {"model": arguments.engine_dir, "devices": [f"{kind}:{index}" for index in target_devices]},
@@ -213,13 +219,18 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
     return make_config(values, where="run.py")
 
 
+def _fit_devices(devices: list[int], engine: EngineDescription | None) -> list[int]:
+    """The first of the devices, as many as the engine was built for: published command lines list all of a host's."""
+    return devices if engine is None else devices[: engine.tp_size]
+
+
 def run(words: Sequence[str]) -> int:
     """Run the job that the command line asks for; returns the exit status."""
     from launch.batch.options import RunOptions
 
     arguments = parse_arguments(words)
-    has_gpu = _has_gpu()
-    config = make_runtime_config(arguments, has_gpu)
+    is_on_gpus = has_gpu()
+    config = make_runtime_config(arguments, is_on_gpus)
     sampling: dict[str, object] = {"max_tokens": arguments.max_output_len}
     if arguments.output_generation_logits:
         sampling["logprobs"] = 0
@@ -232,8 +243,17 @@ def run(words: Sequence[str]) -> int:
         check_run(job, options)
         place, world_size = find_mpi_rank(), job.topology.world_size
         is_rank_of_a_parent = place is not None and place.size == world_size > 1
-        if not has_gpu and not is_rank_of_a_parent:
+        if is_rank_of_a_parent:
+            return
+        if not is_on_gpus:
             print("run.py: no GPU here; each device number is a CPU slot", file=sys.stderr, flush=True)
+        if arguments.draft_target_model_config is not None and config.draft is not None:
+            _, *named, _ = parse_draft_config(arguments.draft_target_model_config)
+            used = [config.draft.devices, config.target.devices]
+            for role, listed, taken in zip(("draft", "target"), named, used, strict=True):
+                if len(taken) < len(listed):
+                    line = f"the {role}'s engine was built for {len(taken)} of the {len(listed)} devices: the first"
+                    print(f"run.py: {line}", file=sys.stderr, flush=True)
 
     status = job.enter(check)
     return _play(job, options) if status is None else status
@@ -263,7 +283,8 @@ def _play(job: Job, options: Any) -> int:
     return ExitCode.ROWS_REFUSED if refused else ExitCode.DONE
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether there is a GPU here."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() > 0

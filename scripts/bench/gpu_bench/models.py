@@ -209,6 +209,8 @@ PAIRS = {
     "8b-parallel": Pair("8b", "1b-parallel", 8),
     "8b-repeating": Pair("8b-repeating", "1b-repeating", 8),
     "70b": Pair("70b", "1b", 10),
+    "70b-3b": Pair("70b", "3b", 10),
+    "70b-8b": Pair("70b", "8b", 10),
     "large-int4": Pair("70b-int4", "1b", 10),
     "70b-parallel": Pair("70b", "1b-parallel", 10),
     "1b": Pair("1b", "1b", 5),

@@ -226,7 +226,7 @@ def _end_to_end(protocol: str, *options: str) -> Call:
     name = " ".join((f"end_to_end_test.py -i {protocol}", *options))
     # At times the HTTP client of tritonclient waits in its destructor for a pool that has ended, and never exits.
     last_words = "Total Latency" if protocol == "http" else ""
-    return Call(name, words, says(), ("--set", "server.exclude_input_in_output=true"), last_words=last_words)
+    return Call(name, words, says(), last_words=last_words)
 
 
 def _streamed() -> Call:

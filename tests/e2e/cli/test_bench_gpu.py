@@ -29,6 +29,7 @@ from scripts.bench.gpu_bench.rank_loss import play_seed_command
 from scripts.bench.gpu_bench.start_parts import PROCESSES
 from scripts.bench.gpu_bench.tables import Table, show
 from scripts.bench.gpu_bench.workbench import Options, Workbench
+from scripts.seed_table import main as make_seed_table
 
 FORKED_BENCH = Path(__file__).parent / "forked_bench.py"
 WORDS = [sys.executable, str(ROOT / "scripts" / "bench" / "bench_gpu.py")]
@@ -335,3 +336,25 @@ def test_the_example_of_another_runtime_runs_as_a_part(
     (table,) = bench.tables
     ((status, _, tokens),) = table.rows
     assert (status, tokens) == ("0", "64")
+
+
+def test_a_published_table_is_measured_beside_its_figures(
+    forked_commands: ForkedCommands, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fork_commands(forked_commands.descriptor, monkeypatch.setattr)
+    words = ["seed_table.py", "--tiny", "--cases", "1b,medusa", "--acceptance", "1b=3"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert make_seed_table() == 0
+    printed = capsys.readouterr().out
+    drafts, heads = rows_of(printed, "70B in FP8 on 1 of cpu, one row")
+    assert (drafts["theirs"], drafts["their ratio"], heads["theirs"]) == ("181.7", "3.55", "268.0")
+    cases = json.loads(printed.splitlines()[-1])["cases"]
+    assert 2 < cases["1b"]["tokens_a_round"] <= 3 and 1 < cases["medusa"]["tokens_a_round"] < 2
+    for row, case in ((drafts, cases["1b"]), (heads, cases["medusa"])):
+        assert float(row["ratio"]) == pytest.approx(case["tokens_per_s"] / case["plain_tokens_per_s"], abs=0.01)
+        needed = float(row["theirs"]) * case["round_ms"] / 1e3
+        assert float(row["tokens a round for theirs"]) == pytest.approx(needed, abs=0.01)
+    monkeypatch.setattr(sys, "argv", [*words[:2], "--cases", "2b"])
+    with pytest.raises(SystemExit):
+        make_seed_table()
+    assert "'2b' has others than 1b, 3b, 8b, medusa" in capsys.readouterr().err

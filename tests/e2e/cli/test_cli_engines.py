@@ -197,7 +197,7 @@ def test_checkpoints_say_how_many_devices_engines_have(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--max_beam_width", "2"], "--max_beam_width 2: beam search is not supported"),
-        (["--lora_dir", "x"], "--lora_dir is not supported: leave it out"),
+        (["--lora_dir", "x"], "--lora_dir is not supported: name adapters in the YAML file, by `adapters`"),
         (["--max_batchsize", "2"], r"unknown option '--max_batchsize' \(did you mean '--max_batch_size'\?\)"),
         (["--speculative_decoding_mode", "explicit_draft_tokens"], "invalid choice: 'explicit_draft_tokens'"),
     ],

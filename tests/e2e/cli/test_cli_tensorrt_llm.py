@@ -12,26 +12,6 @@ from forked_commands import forked_words
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "run.py")]
 
 
-def test_the_documented_command_line(pair: Path, trtrun: Run) -> None:
-    done = trtrun(
-        f"--tokenizer_dir={pair / 'target'}",
-        f"--draft_engine_dir={pair / 'draft'}",
-        f"--engine_dir={pair / 'target'}",
-        "--draft_target_model_config=[4,[0],[1],False]",
-        "--max_output_len=8",
-        "--kv_cache_enable_block_reuse",
-        "--kv_cache_free_gpu_memory_fraction=0.1",
-        "--output_generation_logits",
-        "--input_text=How does Draft-Sampling work?",
-        words=SCRIPT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert 'Input [Text 0]: "How does Draft-Sampling work?"' in done.stdout
-    assert 'Output [Text 0 Beam 0]: "' in done.stdout
-    logprobs = next(line for line in done.stdout.splitlines() if line.startswith("Log probabilities [Text 0]: "))
-    assert len(logprobs.partition(": ")[2].split()) == 8
-
-
 def test_lookahead_needs_no_draft_model(pair: Path, trtrun: Run) -> None:
     words = ["--engine_dir", pair / "target", "--max_output_len", "12", "--input_text", "a prompt"]
     plain = trtrun(*words, words=SCRIPT)

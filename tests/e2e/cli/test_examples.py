@@ -1,18 +1,24 @@
 """examples/: each is run as it stands, on the shipped pair; the job of two nodes shows its script, as there need be no
-Slurm, and training takes two steps. tests/e2e/serve has the example with a server, and the router."""
+Slurm, training takes two steps, and the chart is read without Helm. tests/e2e/serve has the example with a server, and
+the router."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from commands import ROOT, command_environment, environment_with, forked_command_words
 from forked_commands import ForkedCommands
 from output_rows import read_rows, without_drafting
+
+from launch.cli import cli
+from trtrun.configuration.config import make_config
 
 EXAMPLES = ROOT / "examples"
 TRIED = {"offline_batch.sh", "two_nodes.sh", "train_drafter.sh", "python_api.py"}
@@ -66,3 +72,34 @@ def test_the_python_api(forked_commands: ForkedCommands, tmp_path: Path) -> None
     done = forked_commands.run([], command_environment(), tmp_path, 120, words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tokens a round: ") == 4
+
+
+def test_the_chart_names_what_there_is() -> None:
+    values = yaml.safe_load((EXAMPLES / "helm" / "values.yaml").read_text(encoding="utf-8"))
+    template = (EXAMPLES / "helm" / "templates" / "server.yaml").read_text(encoding="utf-8")
+    for path in re.findall(r"\.Values\.([\w.]+)", template):
+        found = values
+        for key in path.split("."):
+            assert key in found or found == {}, path  # `resources` is the user's
+            found = found.get(key, {})
+    assert set(values) <= set(re.findall(r"\.Values\.(\w+)", template))
+    whole = re.sub(r"^ *{{-[^}]*}}\n", "", template, flags=re.MULTILINE)
+    parts = list(yaml.safe_load_all(re.sub(r"{{[^}]*}}", "any", whole)))
+    assert [part["kind"] for part in parts] == ["ConfigMap", "Deployment", "Service", "ServiceMonitor"]
+    (container,) = parts[1]["spec"]["template"]["spec"]["containers"]
+    program, command, *words = [*container["command"], *container["args"]]
+    assert program == "trtrun"
+    options = {option for parameter in cli.get_command(None, command).params for option in parameter.opts}  # type: ignore
+    assert {word for word in words if word.startswith("--")} <= options
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for role in ("target", "draft"):
+        assert values["config"][role]["model"].startswith(values["models"]["path"])
+        values["config"][role] |= {"model": f"asset:{role}", "devices": ["cpu:0"]}
+    config = make_config(values["config"], where="values.yaml")
+    assert ports == {
+        "http": config.server.http_port, "grpc": config.server.grpc_port, "metrics": config.server.metrics_port
+    }  # fmt: skip
+    assert {port["targetPort"] for port in parts[2]["spec"]["ports"]} == set(ports)
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in parts[1]["spec"]["template"]["spec"]["volumes"]}
+    assert values["drainSeconds"] > config.server.request_timeout_s

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from published_commands import Document
 from servers import PATIENCE, Server
 
 from trtrun import LLM, SamplingParams
@@ -75,3 +76,20 @@ def test_its_test_of_speculative_decoding(server: Server, tmp_path: Path, more: 
         "--bls-speculative-tensorrt-llm-model-name=tensorrt_llm_bls", "--num-draft-tokens=4", *more,
     )  # fmt: skip
     assert said.count("Outputs match") == len(ROWS) and f"failed/total: 0/{len(ROWS)}" in said, said
+
+
+def test_its_command_lines_as_published(server: Server, tmp_path: Path) -> None:
+    """Both clients of the page on draft-target models, from a folder that has the clone."""
+    rows = [{"input": "What is Ubuntu operation system?", "instruction": "Answer the question shortly.", "output": " "}]
+    (tmp_path / "input_data.json").write_text(json.dumps(rows))
+    for folder in ("inflight_batcher_llm", "tools"):
+        (tmp_path / folder).symlink_to(CHECKOUT / folder)
+    variables = dict.fromkeys(("DRAFT_MODEL_PATH", "TARGET_MODEL_PATH"), "llama")
+    document = Document("draft_target_model.txt", variables, {"localhost:8001": server.grpc_address})
+    lines = [words for words in document.commands() if words[0] == "python3" and server.grpc_address in str(words)]
+    assert len(lines) == 2
+    for line in lines:
+        words = [sys.executable, *line[1:]]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE, check=False)
+        assert done.returncode == 0 and "Received an error" not in done.stdout, done.stdout + done.stderr
+        assert done.stdout.strip()

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from published_commands import Document
 from servers import PATIENCE, PLAIN, Server
 from triton_clients import (
     GREEDY,
@@ -106,25 +107,18 @@ def test_health_metadata_configuration_index_and_statistics(server: Server) -> N
             grpc.get_model_config("ensembel")
 
 
-CURLS = [
-    # Seed 001, its last command; and seed 002's.
-    ("tensorrt_llm_bls", {"text_input": "Continue writing the following story: James Best, best known for his",
-                          "max_tokens": 128, "num_draft_tokens": 10, "use_draft_logits": True, "stream": False}),
-    ("ensemble", {"text_input": "What is machine learning?", "max_tokens": 20, "bad_words": "", "stop_words": ""}),
-]  # fmt: skip  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "body"), CURLS, ids=[model for model, _ in CURLS])
-def test_the_seeds_curl_lines(server: Server, llm: LLM, model: str, body: dict[str, Any]) -> None:
-    url = f"{server.url}/v2/models/{model}/generate"
-    words = ["curl", "-sS", "-X", "POST", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+@pytest.mark.parametrize("name", ["draft_target_model.txt", "llama_3_with_triton.txt"])
+def test_the_published_curl_lines(server: Server, llm: LLM, name: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("needs curl: install the package curl")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    variables = dict.fromkeys(("DRAFT_MODEL_PATH", "TARGET_MODEL_PATH"), "llama")
+    *_, words = Document(name, variables, {"http://localhost:8000": server.url}).commands()
+    assert words[0] == "curl"
+    done = subprocess.run([*words, "-sS"], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    body, answer = json.loads(words[-1]), json.loads(done.stdout)
     (completion,) = expected(llm, body["text_input"], GREEDY, max_tokens=body["max_tokens"])
-    answer = json.loads(done.stdout)
     assert answer["text_output"] == completion.text
-    assert answer["model_name"] == model and answer["model_version"] == "1"
+    assert f"/v2/models/{answer['model_name']}/generate" in words[3] and answer["model_version"] == "1"
 
 
 @both_ways

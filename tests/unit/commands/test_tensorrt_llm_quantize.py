@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 import pytest
 
-from launch.compat.tensorrt_llm.quantize import make_options, parse_arguments
+from launch.compat.tensorrt_llm.quantize import make_options, parse_arguments, read_documentation
 
 GIVEN = ["--model_dir", "model", "--output_dir", "out"]
 
@@ -29,9 +30,22 @@ def test_options_become_settings() -> None:
         ("--qformat int4_awk", r"'int4_awk' is not supported \(did you mean 'int4_awq'\?\)"),
         ("--qformat fp8 --pp_size 2", "--pp_size 2: only tensor parallelism"),
         ("--qformat fp8 --awq_blocksize 64", r"unknown option '--awq_blocksize' \(did you mean '--awq_block_size'\?\)"),
-        ("--qformat int4_awq", "--calib_dataset cnn_dailymail: data sets are not downloaded"),
     ],
 )
 def test_what_is_not_supported_is_refused(words: str, message: str) -> None:
     with pytest.raises(click.UsageError, match=message):
         make_options(parse_arguments([*GIVEN, *words.split()]))
+
+
+def test_a_data_set_is_a_file_of_its_name_or_pythons_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--model_dir", "a", "--output_dir", "b", "--qformat", "int4_awq", "--calib_dataset", "ccdv/cnn_dailymail"]
+    assert make_options(parse_arguments(words)).calibration is None
+    Path("cnn_dailymail.jsonl").write_text("{}")
+    assert make_options(parse_arguments(words)).calibration == Path("cnn_dailymail.jsonl")
+    assert sum(map(len, read_documentation().values())) > 400_000
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(click.UsageError, match=r"there are no texts here: give a FILE\.jsonl"):
+        read_documentation()

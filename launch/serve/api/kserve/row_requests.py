@@ -177,8 +177,10 @@ def _read_row_request(row: Row, request: InferRequest, facts: ModelFacts) -> Row
         raise Refusal(Kind.INVALID, str(error)) from None
     end_id = row.number("end_id", facts.end_id)
     # The clients' own loops over the models of tokens go on with what comes back; texts come without the prompt, as
-    # both are set up in the instructions for them.
-    excludes_prompt = has_text if facts.excludes_prompt is None else facts.excludes_prompt
+    # both are set up in the instructions for them. Who hands on what preprocessing gave, as the ensemble does, gets
+    # what the ensemble gets: of the outputs of preprocessing, loops leave decoder_input_ids out.
+    is_ensemble = has_text or "decoder_input_ids" in request.inputs
+    excludes_prompt = is_ensemble if facts.excludes_prompt is None else facts.excludes_prompt
     return RowRequest(
         prompt,
         sampling,

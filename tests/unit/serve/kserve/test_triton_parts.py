@@ -206,6 +206,8 @@ def test_where_outputs_begin(configured: bool | None, of_text: bool, of_tokens: 
     facts = ModelFacts(FACTS.tokenizer, 4096, (0,), 4, configured)
     assert ask("ensemble", facts).has_prompt == ask("tensorrt_llm_bls", facts).has_prompt == of_text
     assert ask("tensorrt_llm", facts).has_prompt == ask("tensorrt_llm_draft", facts).has_prompt == of_tokens
+    # Preprocessing's outputs, handed on by hand as the ensemble does.
+    assert ask("tensorrt_llm", facts, decoder_input_ids=[0]).has_prompt == of_text
     for model in ("ensemble", "tensorrt_llm"):
         assert [ask(model, facts, exclude_input_in_output=value).has_prompt for value in (True, False)] == [False, True]
 
