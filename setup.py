@@ -24,8 +24,8 @@ TRAIN = ["transformers>=5,<6", "matplotlib>=3.9,<4"]
 # What a tokenizer.model without a tokenizer.json is read with. Newer ones want a protobuf that Triton's client refuses.
 SENTENCEPIECE = ["transformers>=5,<6", "sentencepiece>=0.2,<0.2.2", "protobuf>=5"]
 
-# What scripts/mmlu.py and scripts/summarize.py compare with, and score by; launch/compat/evaluation/script.py says which
-# of it is missing.
+# What scripts/mmlu.py and summarize.py compare with, and score by; launch/compat/evaluation/script.py says which of it
+# is missing.
 EVAL = ["transformers>=5,<6", "rouge-score>=0.1.2"]
 
 # What makes a site of docs/ (mkdocs.yml).

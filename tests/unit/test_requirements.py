@@ -22,7 +22,6 @@ OF_EXTRAS = {
     "launch/serve": {"serve", "grpcio", "protobuf"},  # tritonclient brings the last two
     "trtrun/kernels/triton": {"triton"},  # comes with torch for GPUs
     "trtrun/tools/training": {"train"},
-    "launch/compat/evaluation": {"eval"},
     "launch/bench/peers": {"transformers", "vllm"},  # the peers themselves, in processes of their own
 }
 

@@ -95,7 +95,7 @@ def make_prompt(
 def print_means(marks: dict[str, list[bool]]) -> float:
     """Print the shares of right answers, in percent, of the subcategories and categories that are there, and return
     that of all; each question counts once."""
-    by_subcategory = defaultdict(list)
+    by_subcategory: dict[str, list[bool]] = defaultdict(list)
     for subject, right in marks.items():
         by_subcategory[SUBCATEGORY_OF.get(subject, "")] += right
     groups = {name: by_subcategory[name] for name in SUBJECTS}

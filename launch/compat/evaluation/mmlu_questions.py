@@ -81,7 +81,7 @@ def read_questions(folder: Path, split: str, subject: str) -> list[Question]:
         ConfigError: the file cannot be read, or a line is no question.
     """
     path = folder / split / f"{subject}_{split}.csv"
-    questions = []
+    questions: list[Question] = []
     try:
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.reader(file):

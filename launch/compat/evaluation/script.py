@@ -1,4 +1,4 @@
-"""How an evaluation of TensorRT-LLM's runs: its common options, the job, transformers beside it, and what both agree on.
+"""How an evaluation of TensorRT-LLM's runs: common options, the job, transformers beside it, what both agree on.
 
 It knows the options that mmlu.py and summarize.py share, and nothing of what either asks.
 """

@@ -112,5 +112,5 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
     scorer, aggregator = RougeScorer([*ROUGE], tokenizer=DefaultTokenizer(use_stemmer=False)), BootstrapAggregator()
     for prediction, reference in zip(predictions, references, strict=True):
         aggregator.add_scores(scorer.score(reference, prediction))
-    np.random.seed(0)  # noqa: NPY002 (what the library draws with)
+    np.random.seed(0)
     return {name: 100 * float(found.mid.fmeasure) for name, found in aggregator.aggregate().items()}

@@ -59,11 +59,11 @@ class Summarize(Script):
         for name in ("batch_size", "max_ite", "max_input_length", "output_len"):
             if getattr(arguments, name) < 1:
                 raise click.UsageError(f"--{name} {getattr(arguments, name)}: at least 1")
-        wanted = arguments.max_input_length + _output_len(arguments)
-        if wanted > context:
+        longest, output_len = arguments.max_input_length, _output_len(arguments)
+        if longest + output_len > context:
             raise ConfigError(
-                f"--max_input_length {arguments.max_input_length} and --output_len {_output_len(arguments)} are {wanted} "
-                f"tokens, and the model's context has {context}: give a smaller --max_input_length"
+                f"--max_input_length {longest} and --output_len {output_len} are {longest + output_len} tokens, and "
+                f"the model's context has {context}: give a smaller --max_input_length"
             )
         _read(arguments)
 

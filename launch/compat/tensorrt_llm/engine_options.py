@@ -166,7 +166,7 @@ def _parse_list(option: str, text: str, expected: str) -> object:
 def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool, dtype: str = "auto") -> RuntimeConfig:
     """The configuration that the options stand for; device numbers are CPU slots where there is no GPU, which kind
     of EAGLE head drafts its files say, and how many devices a target has that no option counts its engine. `dtype` is
-    of both models, as in the YAML file."""
+    the models', as in the YAML file."""
     draft_len, draft_devices, use_logits = 4, [0], False
     engine = find_engines({"target": {"model": arguments.engine_dir}}, None, "run.py").get("target")
     target_devices = list(range(1 if engine is None else engine.tp_size))
@@ -198,9 +198,10 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool, dtype: str
         values["draft"] = {"model": arguments.draft_engine_dir, "devices": devices}
     else:
         values["speculation"]["method"] = "none"
-    for role in ("target", "draft"):
-        if role in values:
-            values[role]["dtype"] = dtype
+    if dtype != "auto":
+        values["target"]["dtype"] = dtype
+        if "devices" in values.get("draft", {}):  # a model, and no heads, which are the target's kind
+            values["draft"]["dtype"] = dtype
     if arguments.tokenizer_dir is not None:
         values["tokenizer"] = arguments.tokenizer_dir
     if arguments.kv_cache_free_gpu_memory_fraction is not None:
