@@ -6,6 +6,7 @@ It knows prompts as tokens, and nothing of what is asked.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from trtrun.api.llm import LLM
 from trtrun.core.outputs import RequestOutput
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError, one_line
-from trtrun.models.config import read_model_config
 from trtrun.tokens.text import Tokenizer
 
 
@@ -86,7 +86,11 @@ class TrtrunAnswerer:
 
 
 class TransformersAnswerer:
-    """Answers by transformers' own model, one prompt at a time: nothing is padded."""
+    """Answers by transformers' own model, one prompt at a time: nothing is padded.
+
+    Attributes:
+        context: tokens of a prompt and its answer, at most.
+    """
 
     name = "Hugging Face"
 
@@ -102,15 +106,17 @@ class TransformersAnswerer:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         self.seconds = 0.0
-        self._ends = read_model_config(directory).eos_token_ids
         try:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
         except Exception as error:  # whatever the library raises for a model that it does not know
             raise CheckpointError(f"{directory}: transformers cannot load it ({one_line(error)})") from None
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        self.context: int = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+        ends = model.generation_config.eos_token_id
+        self._ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
         # In place of the model's own, which may sample or have penalties.
         self._model.generation_config = GenerationConfig(
-            do_sample=False, eos_token_id=[*self._ends] or None, pad_token_id=min(self._ends, default=0)
+            do_sample=False, eos_token_id=self._ends or None, pad_token_id=min(self._ends, default=0)
         )
 
     def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, perplexity: bool = False) -> list[Answer]:

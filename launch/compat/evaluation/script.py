@@ -27,7 +27,6 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.jobs.mpi.job import Job, finish_mpi
 from trtrun.configuration.model_paths import find_model
 from trtrun.errors import ConfigError
-from trtrun.models.config import read_model_config
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -113,9 +112,9 @@ def run(script: Script, words: Sequence[str]) -> int:
         problems.append(problem)
     if arguments.test_hf:
         directory = find_model(Path(arguments.hf_model_dir), None, "--hf_model_dir")
-        context = context or read_model_config(directory).max_position_embeddings
-        script.check(arguments, context)
         beside = TransformersAnswerer(directory, _dtype(arguments.hf_data_type or arguments.data_type))
+        context = context or beside.context
+        script.check(arguments, context)
         print(f"{beside.name}:", flush=True)
         answers, problem = script.evaluate(arguments, beside, tokenizer, context)
         found.append(answers)
