@@ -33,7 +33,8 @@ class Mmlu(Script):
     """MMLU."""
 
     name = "mmlu.py"
-    module = __name__ if __name__ != "__main__" else "launch.compat.evaluation.mmlu"
+    about = __doc__
+    module = "launch.compat.evaluation.mmlu"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """As the base class says."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,11 +51,13 @@ class Script(ABC):
 
     Attributes:
         name: of the script.
+        about: for --help.
         module: that ranks run as a program.
         libraries: that it needs beside trtrun's own, of the extra `eval`.
     """
 
     name: str
+    about: str | None
     module: str
     libraries: tuple[str, ...] = ()
 
@@ -151,7 +152,7 @@ def parse_arguments(script: Script, words: Sequence[str]) -> argparse.Namespace:
     Raises:
         click.UsageError: an option is unknown, lacks its value or is not supported.
     """
-    parser = LenientParser(prog=script.name, description=sys.modules[script.module].__doc__, allow_abbrev=False)
+    parser = LenientParser(prog=script.name, description=script.about, allow_abbrev=False)
     parser.add_argument(
         "--hf_model_dir", help="Hugging Face's directory: for --test_hf, the tokenizer, and the target."
     )

@@ -30,7 +30,8 @@ class Summarize(Script):
     """Summaries, and the original's other tasks."""
 
     name = "summarize.py"
-    module = __name__ if __name__ != "__main__" else "launch.compat.evaluation.summarize"
+    about = __doc__
+    module = "launch.compat.evaluation.summarize"
     libraries = ("rouge_score",)
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,9 @@ def test_mmlu_agrees_with_transformers_and_ends_with_status_1_below_its_threshol
         (tmp_path / split).mkdir()
         rows = [f"What is {n} plus {n}?,{2 * n},{n},{n + 7},{3 * n},{'ABCD'[n % 4]}\n" for n in range(1, 6)]
         (tmp_path / split / f"astronomy_{split}.csv").write_text("".join(rows), encoding="utf-8")
-    done = trtrun(*MODELS, "--data_dir", tmp_path, "--accuracy_threshold", "101", words=script("mmlu.py"))
+    ranks = ["--draft_target_model_config", "[4,[0],[1],False]"]
+    words = [*MODELS, *ranks, "--data_dir", tmp_path, "--accuracy_threshold", "101"]
+    done = trtrun(*words, words=script("mmlu.py"))
     assert done.returncode == 1
     by_trtrun, _, by_transformers = done.stdout.partition("Hugging Face:\n")
     assert "With drafts the answers are the plain ones, token by token: 5 of 5\n" in by_trtrun
