@@ -62,8 +62,13 @@ HARNESS = Client(
         _scores("local-completions, local-chat-completions"),
         _scores("the same with method none", "speculation.method=none"),
         _scores("the same with method eagle3", "speculation.method=eagle3", "draft={model: 'asset:eagle3'}"),
-        _beside("the pair beside transformers", ASSETS / "target"),
-        *_real_models(),
     ],
+    ["lm_eval[api]==0.4.13", "transformers>=5,<6"],
+)
+HARNESS_BESIDE = Client(
+    "EleutherAI's lm_eval and its hf",
+    "0.4.13",
+    [_beside("the pair beside transformers", ASSETS / "target"), *_real_models()],
     ["lm_eval[api,hf]==0.4.13", "transformers>=5,<6"],
 )
+"""Apart, as this one's environment has torch: gigabytes."""
