@@ -24,6 +24,10 @@ TRAIN = ["transformers>=5,<6", "matplotlib>=3.9,<4"]
 # What a tokenizer.model without a tokenizer.json is read with. Newer ones want a protobuf that Triton's client refuses.
 SENTENCEPIECE = ["transformers>=5,<6", "sentencepiece>=0.2,<0.2.2", "protobuf>=5"]
 
+# What scripts/mmlu.py and summarize.py compare with, and score by; launch/compat/evaluation/script.py says which of it
+# is missing.
+EVAL = ["transformers>=5,<6", "rouge-score>=0.1.2"]
+
 # What makes a site of docs/ (mkdocs.yml).
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]
 
@@ -68,6 +72,7 @@ setup(
         "serve": SERVE,
         "train": TRAIN,
         "sentencepiece": SENTENCEPIECE,
+        "eval": EVAL,
         "docs": DOCS,
         "release": RELEASE,
         "cuda12": ["cupy-cuda12x>=13.6", "nvidia-nccl-cu12>=2.27"],
@@ -79,6 +84,7 @@ setup(
             "pytest-xdist>=3.6",
             *TRAIN,
             *SENTENCEPIECE,
+            *EVAL,
             *DOCS,
             *RELEASE,
             "hypothesis>=6.100",

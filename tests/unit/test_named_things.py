@@ -39,7 +39,8 @@ PAGES = [
 
 ABOUT_OTHERS = ROOT / "docs" / "migrate-from-triton.md"
 FILES_OF_OTHERS = {
-    "F.yaml", "fill_template.py", "examples/run.py", "examples/quantization/quantize.py", "eagle/model/choices.py",
+    "F.yaml", "fill_template.py", "examples/run.py", "examples/mmlu.py", "examples/summarize.py",
+    "examples/quantization/quantize.py", "eagle/model/choices.py",
     "medusa/model/medusa_choices.py", "awq/modules/linear/gemm.py", "models/llama/convert.py",
 }  # fmt: skip
 WORDS_OF_OTHERS = {

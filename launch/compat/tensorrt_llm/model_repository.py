@@ -19,8 +19,8 @@ import click
 import yaml
 
 from launch.cli import guarded, leave
+from launch.compat.tensorrt_llm.engine_options import has_gpu
 from launch.compat.tensorrt_llm.quoting_fixes import LenientParser
-from launch.compat.tensorrt_llm.run import has_gpu
 from trtrun.configuration.config import make_config
 from trtrun.configuration.engine_defaults import find_engines
 from trtrun.errors import ConfigError, shorten_path

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 from scripts.clients.real_clients.agent_table import AGENTS
 from scripts.clients.real_clients.calls import Call, Client, Place, says
-from scripts.clients.real_clients.harness_table import HARNESS
+from scripts.clients.real_clients.harness_table import HARNESS, HARNESS_BESIDE
 from scripts.clients.real_clients.tool_table import TOOL_CLIENTS
 
 ALONE = Path(__file__).resolve().parent / "benchmark_alone.py"
@@ -299,6 +299,7 @@ CLIENTS = (
         ["litellm==1.106.2", "openai==2.54.0"],
     ),
     HARNESS,
+    HARNESS_BESIDE,
     *TOOL_CLIENTS,
     *AGENTS,
     Client(

@@ -16,14 +16,14 @@ from huggingface_hub import constants
 from launch.compat.tensorrt_llm import build as tensorrt_llm_build
 from launch.compat.tensorrt_llm import convert as tensorrt_llm_convert
 from launch.compat.tensorrt_llm import quantize as tensorrt_llm_quantize
-from launch.compat.tensorrt_llm.quoting_fixes import mend_words, naming_options
-from launch.compat.tensorrt_llm.run import (
+from launch.compat.tensorrt_llm.engine_options import (
     make_runtime_config,
-    parse_arguments,
     parse_choices,
     parse_draft_config,
     parse_lookahead_config,
 )
+from launch.compat.tensorrt_llm.quoting_fixes import mend_words, naming_options
+from launch.compat.tensorrt_llm.run import parse_arguments
 from trtrun.errors import ConfigError
 
 

@@ -1,0 +1,1 @@
+"""TensorRT-LLM's evaluations, examples/mmlu.py and examples/summarize.py, on local data."""
