@@ -54,11 +54,11 @@ MOST: dict[str, float] = {
     "largest_room": 16,
     "long_parameter_lists": 13,
     "long_kernel_parameter_lists": 75,
-    "words": 45_800,
+    "words": 45_700,
     "config_way": 30,
     "request_way": 28,
-    "files": 735,
-    "lines": 126_500,
+    "files": 740,
+    "lines": 126_600,
     "import_share": 0.12,
 }
 LEAST: dict[str, float] = {"median_lines": 170}

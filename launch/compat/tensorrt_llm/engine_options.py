@@ -227,7 +227,7 @@ def has_gpu() -> bool:
 
 
 def say_slots(script: str, arguments: argparse.Namespace, job: Job) -> None:
-    """Say where device numbers are CPU slots, and which of them are not used; of a job of many ranks its parent does."""
+    """Say where device numbers are CPU slots, and which are not used; of a job of many ranks its parent does."""
     place, config = find_mpi_rank(), job.config
     if place is not None and place.size == job.topology.world_size > 1:
         return
