@@ -134,8 +134,10 @@ def read_input(options: RunOptions, config: RuntimeConfig) -> InputRows:
         InvalidRequestError: a sampling option is outside its range.
         CheckpointError: what the model says of sampling is.
     """
-    sampling = {**model_sampling(options, config), **options.sampling}
-    return InputRows(options.prompts, options.prompts_file, sampling, options.part, options.sampled)
+    of_model = model_sampling(options, config)
+    return InputRows(
+        options.prompts, options.prompts_file, options.sampling, options.part, options.sampled, of_model=of_model
+    )
 
 
 def model_sampling(options: RunOptions, config: RuntimeConfig) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class InputRows:
         defaults: sampling parameters for rows that do not name them.
         part: the share of the rows to read, under the indexes of the whole.
         sampled: of training data: which rows are sampled; what it says comes before the defaults.
+        of_model: sampling parameters of the model's own, for what neither rows nor defaults say.
 
     Raises:
         ConfigError: there is no row at all, or the file cannot be read more than once.
@@ -63,13 +64,15 @@ class InputRows:
         defaults: Mapping[str, object] | None = None,
         part: Part | None = None,
         sampled: SampledShare | None = None,
+        of_model: Mapping[str, object] | None = None,
     ) -> None:
         self._prompts = prompts
         self._file = prompts_file
         self._defaults = defaults or {}
         self._part = part
         self._sampled = sampled
-        self._sampling = SamplingParams.from_mapping(self._defaults)
+        self._of_model = of_model or {}
+        self._sampling = SamplingParams.from_mapping({**self._of_model, **self._defaults})
         if prompts_file is not None:
             self._check_file(prompts_file)
         elif not prompts:
@@ -127,7 +130,7 @@ class InputRows:
                 if is_blank(line):
                     continue
                 if index in indexes and is_wanted(index):
-                    yield read_line(index, number, line, self._defaults_of(index)[0])
+                    yield read_line(index, number, line, self._defaults_of(index)[0], self._of_model)
                 index += 1
                 if index == indexes.stop:
                     return

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trtrun.chats.chat import CHAT_FIELDS, Chat
@@ -81,6 +82,9 @@ def input_hash(values: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+_NONE: Mapping[str, object] = MappingProxyType({})
+
+
 def is_blank(line: bytes) -> bool:
     """Whether a line of the input holds no row."""
     text = line.removeprefix(_BYTE_ORDER_MARK).strip()
@@ -95,7 +99,9 @@ def read_prompt(
     return _read_row(index, None, {"prompt": prompt}, prompt, defaults, sampling)
 
 
-def read_line(index: int, number: int, line: bytes, defaults: Mapping[str, object]) -> PromptRow:
+def read_line(
+    index: int, number: int, line: bytes, defaults: Mapping[str, object], of_model: Mapping[str, object] = _NONE
+) -> PromptRow:
     """The row of a line: `{"prompt": "…"}`, `{"prompt_token_ids": […]}` or `{"messages": […]}` with what else makes a
     chat, and any sampling parameter; or of a batch, `{"custom_id", "method", "url", "body"}`, which takes no defaults.
 
@@ -104,6 +110,7 @@ def read_line(index: int, number: int, line: bytes, defaults: Mapping[str, objec
         number: of the line.
         line: with or without its line end.
         defaults: sampling parameters for a row that does not name them.
+        of_model: the model's own for what neither says, which do not tell one input from another.
 
     Raises:
         ConfigError: it is of a batch, and what the extra `serve` installs is missing.
@@ -115,7 +122,7 @@ def read_line(index: int, number: int, line: bytes, defaults: Mapping[str, objec
         values = _parse_json(line, text)
         if isinstance(values, dict) and "custom_id" in values:
             return PromptRow(index, _read_batch_row(line), SamplingParams(), input_hash(values), line=number)
-        return _read_row(index, number, values, text, defaults, None)
+        return _read_row(index, number, values, text, defaults, None, of_model)
     except InvalidRequestError as error:
         return _refuse(index, number, text, str(error))
 
@@ -170,6 +177,7 @@ def _read_row(
     text: str,
     defaults: Mapping[str, object],
     sampling: SamplingParams | None,
+    of_model: Mapping[str, object] = _NONE,
 ) -> PromptRow:
     """Check the values of a row. Whatever goes wrong while one row is read is that row's error."""
     digest = None
@@ -187,7 +195,8 @@ def _read_row(
             if name not in KNOWN_KEYS:
                 raise InvalidRequestError(f"unknown key '{cut_text(name, 100)}'{nearest(name, KNOWN_KEYS)}")
         prompt = _read_prompt({name: taken.pop(name) for name in (*PROMPT_KEYS, *_OF_CHATS) if name in taken})
-        chosen = sampling or SamplingParams.from_mapping({**defaults, **taken})
+        named = {name: value for name, value in taken.items() if value is not None or name not in of_model}
+        chosen = sampling or SamplingParams.from_mapping({**of_model, **defaults, **named})
         for name in LOGITS_FIELDS:
             if getattr(chosen, name):
                 raise InvalidRequestError(

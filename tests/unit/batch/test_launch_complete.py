@@ -48,9 +48,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     read: list[int] = []
     read_line = launch.batch.input.read_line
 
-    def note(index: int, number: int, line: bytes, defaults: Mapping[str, object]) -> PromptRow:
+    def note(
+        index: int, number: int, line: bytes, defaults: Mapping[str, object], of_model: Mapping[str, object]
+    ) -> PromptRow:
         read.append(index)
-        return read_line(index, number, line, defaults)
+        return read_line(index, number, line, defaults, of_model)
 
     monkeypatch.setattr(launch.batch.input, "read_line", note)
     return Recorder(lambda: len(read))

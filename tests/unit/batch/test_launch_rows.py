@@ -42,6 +42,20 @@ def test_defaults_are_overridden_by_the_row(tmp_path: Path) -> None:
     assert chosen == [(1.0, 7), (1.0, 7), (0.5, 7), (1.0, 7)]
 
 
+def test_what_the_model_says_of_sampling_is_no_part_of_the_input(tmp_path: Path) -> None:
+    """`trtrun merge` compares rows with the same input without the model's files."""
+    lines = (
+        '{"prompt": "a"}',
+        '{"prompt": "a", "temperature": null, "top_p": 0.5}',
+        '{"prompt": "a", "temperature": 0}',
+    )
+    file, given = write(tmp_path, "\n".join(lines)), {"max_tokens": 7}
+    rows = list(InputRows(["p"], file, given, of_model={"temperature": 0.6, "top_p": 0.9, "max_tokens": 3}).read())
+    chosen = [(row.sampling.temperature, row.sampling.top_p, row.sampling.max_tokens) for row in rows if row.sampling]
+    assert chosen == [(0.6, 0.9, 7), (0.6, 0.9, 7), (0.6, 0.5, 7), (0.0, 0.9, 7)]
+    assert [row.input_hash for row in rows] == [row.input_hash for row in InputRows(["p"], file, given).read()]
+
+
 @pytest.mark.parametrize(("share", "sampled"), [(0.0, []), (0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (1.0, list(range(8)))])
 def test_a_share_of_the_rows_of_training_data_is_sampled(tmp_path: Path, share: float, sampled: list[int]) -> None:
     """Each by its own seed, whatever part runs it; a row that names its own parameters keeps them."""
