@@ -70,6 +70,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [items[place] for place in deal([item.path for item in items], config.workerinput["workercount"])]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A command that drains leaves SIGUSR1 ignored to its end, and here other tests follow, whose programs would ignore
+    it, too."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: without this each garbage collection looks through all of torch again."""
     gc.collect()

@@ -104,16 +104,16 @@ def test_a_token_reads_the_same_bits_whatever_the_cut_and_what_plain_torch_does(
         assert torch.equal(torch.cat(found), whole), cuts
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"] if HAS_GPU else ["bfloat16"])
 def test_narrow_states_are_rounded_behind_each_token(dtype: StateDtype) -> None:
     """So that cuts, and tokens that are gone through again, leave no trace in them, either."""
     net, weights = nets(SHAPES[0])
-    made, rates = make_tokens(weights, 23, 1)
+    made, rates = make_tokens(weights, 15, 1)
     expected = alone(net, weights, (made, rates), dtype)
     assert not torch.equal(expected, alone(net, weights, (made, rates)))
     assert difference(expected, plainly(weights, made, rates, dtype)) < (BOUND if HAS_GPU else 2e-2)
     rows, found = Rows(net, weights, dtype=dtype), []
-    for first, count, right in ((0, 9, 9), (9, 5, 2), (11, 5, 1), (12, 11, 11)):
+    for first, count, right in ((0, 7, 7), (7, 5, 2), (9, 5, 1), (10, 5, 5)):
         found += [part[:right] for part in rows.feed(Fed(0, first, made[first:][:count], rates[first:][:count]))]
     assert torch.equal(torch.cat(found), expected)
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -145,6 +146,16 @@ def play(script: str, folder: Path, signals: str) -> str:
         ["bash", programs / "script"], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip
+    try:
+        return _follow(job, script, signals)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def _follow(job: subprocess.Popen[str], script: str, signals: str) -> str:
+    """What it says to its end, while it gets signals."""
     output, said = job.stdout, ""
     assert output is not None
 

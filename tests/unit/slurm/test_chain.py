@@ -63,7 +63,6 @@ def play(script: str, command: str, *arguments: str) -> str:
     process = subprocess.Popen(
         ["bash", "script", *arguments], env={**os.environ, **slurm}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL),  # drains of other tests leave it ignored
     )  # fmt: skip
     try:
         return process.communicate(timeout=60)[0]
