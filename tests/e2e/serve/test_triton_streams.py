@@ -37,14 +37,14 @@ pytestmark = pytest.mark.timeout(300)
 
 @both_ways
 def test_streams_add_up_and_say_which_response_is_the_last(server: Server, llm: LLM, options: dict[str, Any]) -> None:
-    options = options | {"max_tokens": 90}  # a reader that is late gets pieces together
     (completion,) = expected(llm, PROMPT, options)
     tokens = tokens_of(llm, PROMPT)
     with connected("grpc", server) as client:
         reader = StreamReader(client)
         reader.send("tensorrt_llm_bls", of_text(PROMPT, options | {"stream": True, "num_draft_tokens": 4}), "a")
         results = reader.read()
-        assert len(results) > 2 and "".join(map(text_of, results)) == completion.text
+        # A reader that is late gets pieces together.
+        assert len(results) > 1 and "".join(map(text_of, results)) == completion.text
         assert {result.get_response().id for result in results} == {"a"}
         assert [is_final(result) for result in results] == [False] * (len(results) - 1) + [True]
         reader.send("ensemble", of_text(PROMPT, options), "b", enable_empty_final_response=True)
