@@ -96,6 +96,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     for pair in FAMILY_PAIRS:
         yield Part(pair, f"{pair}-shaped pair, plain and speculative", 90, partial(play_family, pair=pair), False)
     yield Part("27b-mtp", "27b-states-shaped target with an MTP layer, plain and speculative", 70, play_mtp, False)
+    about = "27b-states-shaped pair, states of 32 and of 16 bits"
+    yield Part("27b-narrow", about, 150, play_narrow_states, False)
     about = "27b-states-shaped target behind prompts of up to 100,000 tokens"
     yield Part("27b-long", about, 150, play_long_states, False)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)
@@ -247,6 +249,14 @@ def play_mtp(bench: Workbench) -> None:
     how: dict[str, Any] = {"method": "mtp", "draft_len": 3, "pacing": "fixed", "forced_acceptance": 3.2}
     config = bench.config("27b-states", ONE, drafts=False, **how)
     _speed_table(bench, "27b-states-shaped target with an MTP layer", bench.bench(config, bench.options.scale.rows))
+
+
+def play_narrow_states(bench: Workbench) -> None:
+    """Whether states of half the bytes take less time, where many rows have some."""
+    for dtype in ("float32", "bfloat16"):
+        option = ("--set", f"kv_cache.state_dtype={dtype}")
+        report = bench.bench(bench.config("27b-states", ONE), bench.options.scale.rows, *option)
+        _speed_table(bench, f"27b-states-shaped pair, states in {dtype}", report)
 
 
 def play_long_states(bench: Workbench) -> None:
