@@ -24,6 +24,9 @@ CONNECT_SECONDS = 60.0
 """For a connection, and between two pieces of an answer to anything but a chat."""
 
 
+NO_TEMPLATE = "the model has no chat template: use trtrun run, or add chat_template.jinja to its tokenizer's directory"
+
+
 class AnswerError(TrtrunError):
     """The server does not answer this conversation, and says why; it may answer another one."""
 
@@ -90,10 +93,7 @@ class ChatClient:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ConfigError(f"no server of trtrun answers at {self.url}: {error or type(error).__name__}") from None
         if status.get("chat") is False:
-            raise ConfigError(
-                "the model has no chat template: use trtrun run, or add chat_template.jinja to its tokenizer's "
-                "directory"
-            )
+            raise ConfigError(NO_TEMPLATE)
         self.model = str(models["data"][0]["id"])
 
     def _get(self, connection: http.client.HTTPConnection, path: str) -> dict[str, Any]:

@@ -233,12 +233,23 @@ def chat(
         if print_config:
             print_configuration(settled, [f"speculation.method={word}" for word in method[1:]])
             return ExitCode.DONE
+        _check_template(load(settled.path, settled.overrides, speculation))
         tell_choices(settled)
         serving = own_server([*settled.words, *method])
     with serving as client:
         client.look()
         Session(client, system, _options(values)).run()
     return ExitCode.DONE
+
+
+def _check_template(config: RuntimeConfig) -> None:
+    """Raise ConfigError for a model without chats, as far as its files are here: before it is loaded."""
+    from launch.chat.client import NO_TEMPLATE
+    from trtrun.chats.chat_template import read_chat_template
+
+    directory = config.tokenizer or config.target.model
+    if directory.is_dir() and read_chat_template(directory) is None:
+        raise ConfigError(NO_TEMPLATE)
 
 
 def _options(values: Mapping[str, Any]) -> dict[str, object]:

@@ -98,3 +98,9 @@ def test_refusals(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch
     assert isinstance(error, ConfigError | click.ClickException)
     text = error.format_message() if isinstance(error, click.ClickException) else str(error)
     assert re.search(said, text), text
+
+
+def test_a_model_without_chats_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.chat.own_server.own_server", lambda words: pytest.fail("it is loaded"))
+    with pytest.raises(ConfigError, match="the model has no chat template: use trtrun run, or add"):
+        cli.main(["chat", "asset:target"], standalone_mode=False)
