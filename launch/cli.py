@@ -16,13 +16,13 @@ from typing import NoReturn
 
 import click
 
+from launch.commands.batch_jobs import cancel, status, submit
 from launch.commands.bench import bench
 from launch.commands.demo import demo
 from launch.commands.init import init
 from launch.commands.inspect_job import check, plan
 from launch.commands.run import generate_data, merge, run, warm_up
 from launch.commands.serve import chat, serve, serve_engine
-from launch.commands.slurm import cancel, status, submit
 from launch.commands.train_drafter import train_drafter
 from launch.commands.write_models import build, convert, quantize
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import cli
-from launch.commands.slurm_status import count_rows, describe
+from launch.commands.batch_status import count_rows, describe
 from launch.jobs.slurm import client
 from launch.jobs.slurm import follow as slurm_follow
 from launch.jobs.slurm.client import SEPARATOR, SlurmError, SlurmJob, check_name, find_jobs, read_job, submit

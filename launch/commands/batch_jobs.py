@@ -178,7 +178,7 @@ def _follow(system: BatchSystem, job: str, is_server: bool) -> int:
 def status(job: str, scheduler: str | None) -> int:
     """Show a job's state, nodes, time, log, finished rows, and where it serves. JOB is a number, or a task of an array:
     ARRAY_TASK."""
-    from launch.commands.slurm_status import show_jobs
+    from launch.commands.batch_status import show_jobs
 
     system = find_system(name=scheduler)
     show_jobs(system.scheduler.find_jobs(job), system.scheduler)
