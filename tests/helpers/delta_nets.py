@@ -121,3 +121,40 @@ def part_of(row: int, tokens: Sequence[torch.Tensor], first: int, count: int) ->
     """Some of a row's tokens, with padding that differs from row to row."""
     made, rates = (part[first : first + count] for part in tokens)
     return Fed(row, first, made, rates, before=row % 2, behind=row // 2)
+
+
+def check_rejections(net: DeltaNet, weights: DeltaNetWeights) -> None:
+    """Three rows of different lengths verify drafts, of which none, some or all turn out right."""
+    texts, wrong = [make_tokens(weights, 14 + row, 10 + row) for row in range(ROWS)], make_tokens(weights, REFED, 77)
+    expected = [alone(net, weights, tokens) for tokens in texts]
+    rows, at = Rows(net, weights), [5, 2, 7]
+    found = [[part] for part in rows.feed(*(part_of(row, texts[row], 0, at[row]) for row in range(ROWS)))]
+    for lengths in ((0, 3, 4), (2, 1, 0), (4, 4, 2)):
+        fed = []
+        for row, right in enumerate(lengths):
+            true = part_of(row, texts[row], at[row], min(1 + right, len(texts[row][0]) - at[row]))
+            rest = REFED - len(true.made)
+            true.made, true.rates = torch.cat((true.made, wrong[0][:rest])), torch.cat((true.rates, wrong[1][:rest]))
+            fed.append(true)
+        for row, output in enumerate(rows.feed(*fed)):
+            kept = min(1 + lengths[row], len(texts[row][0]) - at[row])
+            found[row].append(output[:kept])
+            at[row] += kept
+    for row in range(ROWS):
+        assert torch.equal(torch.cat(found[row]), expected[row][: at[row]]), row
+
+
+def check_snapshots(net: DeltaNet, weights: DeltaNetWeights, saved_at: int, dtype: StateDtype = "float32") -> None:
+    """A row, and another one from a snapshot behind so many of its 4 to 11 tokens, go on as one that was alone."""
+    made, rates = make_tokens(weights, 15, 3)
+    expected, rows = alone(net, weights, (made, rates), dtype), Rows(net, weights, dtype=dtype)
+    rows.feed(Fed(0, 0, made[:4], rates[:4]))
+    rows.states.save([(0, saved_at, 2)])
+    rows.feed(Fed(0, 4, made[4:11], rates[4:11]))
+    rows.states.save([])
+    rows.states.begin([(1, saved_at, 2)])
+    one, other = rows.feed(
+        Fed(1, saved_at, made[saved_at:14], rates[saved_at:14]), Fed(0, 11, made[11:14], rates[11:14])
+    )
+    assert torch.equal(one, expected[saved_at:14])
+    assert torch.equal(other, expected[11:14])

@@ -57,10 +57,10 @@ class StateSpace:
     def num_bytes(self, specs: Sequence[RecurrentState]) -> int:
         """Bytes of all rows' states in layers with such ones, of what tokens bring, of snapshots, and of copies that a
         layer computes in."""
-        copies = _COPIES * self.max_rows * max((spec.state_numbers for spec in specs), default=0)
+        copies = _COPIES * self.max_rows * max((spec.state_bytes("float32") for spec in specs), default=0)
         states = (self.max_rows + 1 + self.num_snapshots) * sum(spec.state_bytes(self.dtype) for spec in specs)
         brought = (self.max_rows + 1) * self.most_refed * sum(spec.input_numbers for spec in specs)
-        return states + (brought + copies) * torch.float32.itemsize
+        return states + brought * torch.float32.itemsize + copies
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,11 @@ class SegmentStates:
     leaders: torch.Tensor
     own_first: torch.Tensor
     own_end: torch.Tensor
+
+    @classmethod
+    def of_numbers(cls, segment: AttentionSegment, numbers: torch.Tensor) -> SegmentStates:
+        """All that `numbers` has, by its names."""
+        return cls(segment, numbers, *numbers.unbind())
 
 
 class LayerStates:
@@ -211,8 +216,7 @@ class RowStates:
         starts = torch.arange(segment.start, segment.stop, segment.queries, device=first.device)
         places = (starts + before - own_first).index_select(0, leaders)
         of_run = slots, kept, first, end, settled, saved_at, snapshots, places, leaders
-        numbers = torch.stack((*of_run, own_first, own_end))
-        return SegmentStates(segment, numbers, *numbers.unbind())
+        return SegmentStates.of_numbers(segment, torch.stack((*of_run, own_first, own_end)))
 
     def _leaders(self, slots: torch.Tensor, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         """[R] int64: of each row the first one of its run."""

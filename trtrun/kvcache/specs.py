@@ -89,11 +89,6 @@ class RecurrentState:
         return sum(prod(shape) * STATE_BYTES[dtype] for shape, dtype in zip(self.parts, dtypes, strict=True))
 
     @property
-    def state_numbers(self) -> int:
-        """Numbers of a state."""
-        return sum(map(prod, self.parts))
-
-    @property
     def input_numbers(self) -> int:
         """Numbers that a token brings."""
         return sum(map(prod, self.inputs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_nets import REFED, ROWS, Fed, Rows, Shape, alone, make_tokens, make_weights, part_of, plainly
+from delta_nets import Fed, Rows, Shape, alone, check_rejections, check_snapshots, make_tokens, make_weights, plainly
 from native import each_processor
 
 from trtrun.kernels.chooser import operations_of
@@ -51,44 +51,14 @@ def test_a_token_reads_the_same_bits_whatever_the_cut(shape: Shape, state: State
 
 
 def test_rejected_tokens_and_other_rows_leave_no_trace() -> None:
-    net, weights = net_of(SHAPE, torch.bfloat16)
-    texts, wrong = [make_tokens(weights, 14 + row, 10 + row) for row in range(ROWS)], make_tokens(weights, REFED, 77)
-    expected = [alone(net, weights, tokens) for tokens in texts]
-    rows, at = Rows(net, weights), [5, 2, 7]
-    found = [[part] for part in rows.feed(*(part_of(row, texts[row], 0, at[row]) for row in range(ROWS)))]
-    for lengths in ((0, 3, 4), (2, 1, 0), (4, 4, 2)):
-        fed = []
-        for row, right in enumerate(lengths):
-            true = part_of(row, texts[row], at[row], min(1 + right, len(texts[row][0]) - at[row]))
-            rest = REFED - len(true.made)
-            true.made = torch.cat((true.made, wrong[0][:rest]))
-            true.rates = torch.cat((true.rates, wrong[1][:rest]))
-            fed.append(true)
-        for row, output in enumerate(rows.feed(*fed)):
-            kept = min(1 + lengths[row], len(texts[row][0]) - at[row])
-            found[row].append(output[:kept])
-            at[row] += kept
-    for row in range(ROWS):
-        assert torch.equal(torch.cat(found[row]), expected[row][: at[row]]), row
+    check_rejections(*net_of(SHAPE, torch.bfloat16))
 
 
 @pytest.mark.parametrize("saved_at", [4, 6, 11])
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
 def test_rows_go_on_from_snapshots(saved_at: int, state: StateDtype) -> None:
     """Taken in front of what was fed before, within it, and at the end of a chunk."""
-    net, weights = net_of(SHAPE, torch.bfloat16)
-    made, rates = make_tokens(weights, 15, 3)
-    expected, rows = alone(net, weights, (made, rates), state), Rows(net, weights, dtype=state)
-    rows.feed(Fed(0, 0, made[:4], rates[:4]))
-    rows.states.save([(0, saved_at, 2)])
-    rows.feed(Fed(0, 4, made[4:11], rates[4:11]))
-    rows.states.save([])
-    rows.states.begin([(1, saved_at, 2)])
-    one, other = rows.feed(
-        Fed(1, saved_at, made[saved_at:14], rates[saved_at:14]), Fed(0, 11, made[11:14], rates[11:14])
-    )
-    assert torch.equal(one, expected[saved_at:14])
-    assert torch.equal(other, expected[11:14])
+    check_snapshots(*net_of(SHAPE, torch.bfloat16), saved_at, state)
 
 
 def test_blocks_of_registers_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

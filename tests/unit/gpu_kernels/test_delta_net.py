@@ -18,7 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from delta_nets import BLOCK, REFED, ROWS, Fed, Rows, Shape, alone, make_tokens, make_weights, part_of, plainly
+from delta_nets import (
+    BLOCK,
+    Fed,
+    Rows,
+    Shape,
+    alone,
+    check_rejections,
+    check_snapshots,
+    make_tokens,
+    make_weights,
+    plainly,
+)
 from gpus import needs_gpu
 from norms import difference
 
@@ -120,29 +131,7 @@ def test_narrow_states_are_rounded_behind_each_token(dtype: StateDtype) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rejected_tokens_and_other_rows_leave_no_trace(shape: Shape) -> None:
-    """Three rows of different lengths verify drafts, of which none, some or all turn out right."""
-    net, weights = nets(shape)
-    texts = [make_tokens(weights, 14 + row, 10 + row) for row in range(ROWS)]
-    expected = [alone(net, weights, tokens) for tokens in texts]
-    rows, wrong = Rows(net, weights), make_tokens(weights, REFED, 77)
-    prompts = [5, 2, 7]
-    found = [[part] for part in rows.feed(*(part_of(row, texts[row], 0, prompts[row]) for row in range(ROWS)))]
-    at, accepted = list(prompts), [(0, 3, 4), (2, 1, 0), (4, 4, 2)]
-    for lengths in accepted:
-        fed = []
-        for row, right in enumerate(lengths):
-            true = part_of(row, texts[row], at[row], min(1 + right, len(texts[row][0]) - at[row]))
-            rest = REFED - len(true.made)
-            true.made, true.rates = (
-                torch.cat((part, other[:rest])) for part, other in ((true.made, wrong[0]), (true.rates, wrong[1]))
-            )
-            fed.append(true)
-        for row, output in enumerate(rows.feed(*fed)):
-            kept = min(1 + lengths[row], len(texts[row][0]) - at[row])
-            found[row].append(output[:kept])
-            at[row] += kept
-    for row in range(ROWS):
-        assert torch.equal(torch.cat(found[row]), expected[row][: at[row]]), row
+    check_rejections(*nets(shape))
 
 
 def test_narrow_tiles_of_a_prompt_are_one_row() -> None:
@@ -162,21 +151,7 @@ def _tile(made: torch.Tensor, rates: torch.Tensor, first: int) -> Fed:
 @pytest.mark.parametrize("saved_at", [4, 6, 11])
 def test_rows_go_on_from_snapshots(saved_at: int) -> None:
     """Taken in front of what was fed before, within it, and at the end of a chunk."""
-    net, weights = nets(SHAPES[0])
-    made, rates = make_tokens(weights, 15, 3)
-    expected = alone(net, weights, (made, rates))
-    rows = Rows(net, weights)
-    rows.feed(Fed(0, 0, made[:4], rates[:4]))
-    if saved_at >= 4:
-        rows.states.save([(0, saved_at, 2)])
-    rows.feed(Fed(0, 4, made[4:11], rates[4:11]))
-    rows.states.save([])
-    rows.states.begin([(1, saved_at, 2)])
-    one, other = rows.feed(
-        Fed(1, saved_at, made[saved_at:14], rates[saved_at:14]), Fed(0, 11, made[11:14], rates[11:14])
-    )
-    assert torch.equal(one, expected[saved_at:14])
-    assert torch.equal(other, expected[11:14])
+    check_snapshots(*nets(SHAPES[0]), saved_at)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(48, 128), (128, 20)])

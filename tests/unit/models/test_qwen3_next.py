@@ -132,7 +132,7 @@ def test_what_is_set_aside_for_states_is_what_they_take(tmp_path: Path, dtype: S
     space = state_space(config, models, "target", 9)
     states = RowStates(dict(enumerate(specs)), space, 9, torch.device("cpu"))
     assert {layer.states[1].dtype for layer in states.layers.values()} == {getattr(torch, dtype)}
-    in_copies = 4 * 4 * space.max_rows * max(spec.state_numbers for spec in specs)
+    in_copies = 4 * space.max_rows * max(spec.state_bytes("float32") for spec in specs)
     assert states.num_bytes == space.num_bytes(specs) - in_copies
     row = snapshot_bytes(config, models, "target") // num_snapshots(config, models)
     assert row == sum(part[0].numel() * part.itemsize for one in states.layers.values() for part in one.states)

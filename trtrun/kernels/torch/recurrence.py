@@ -45,15 +45,21 @@ def go_through(
     return found
 
 
+def leading_rows(states: SegmentStates) -> SegmentStates:
+    """A segment's rows without those that go on where the one before ends."""
+    leading = states.leaders == torch.arange(states.segment.rows)
+    rows = SegmentStates.of_numbers(states.segment, states.numbers[:, leading])
+    if bool((rows.first < rows.kept).any()):
+        raise RuntimeError("tokens are fed again that a state has seen: it was moved up too far")
+    return rows
+
+
 def _go_through_segment(
     step: Step, inputs: Sequence[torch.Tensor], kept: LayerStates, rows: SegmentStates, found: torch.Tensor
 ) -> None:
     """`go_through` of one segment's rows, into their places in `found`; all rows take their next token together."""
-    numbers = rows.numbers[:, rows.leaders == torch.arange(rows.segment.rows)]
-    rows = SegmentStates(rows.segment, numbers, *numbers.unbind())
+    rows = leading_rows(rows)
     slots, capacity = rows.slots, kept.inputs[0].shape[1]
-    if bool((rows.first < rows.kept).any()):
-        raise RuntimeError("tokens are fed again that a state has seen: it was moved up too far")
     state = [part.index_select(0, slots) for part in kept.states]
     for passed in range(int((rows.end - rows.kept).max()) + 1):
         position = rows.kept + passed

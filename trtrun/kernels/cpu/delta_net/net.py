@@ -13,7 +13,6 @@ import ctypes
 import functools
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from typing_extensions import override
 
@@ -22,6 +21,7 @@ from trtrun.kernels.cpu.delta_net.net_code import CARRY_ON, Arguments, Form, del
 from trtrun.kernels.cpu.emitter import LANES, REGISTER_BYTES
 from trtrun.kernels.cpu.machine import Kernel, load_kernels
 from trtrun.kernels.torch.delta_net import TorchDeltaNet
+from trtrun.kernels.torch.recurrence import leading_rows
 from trtrun.kvcache.row_states import LayerStates, SegmentStates
 
 _NUMBER_NS = 0.06
@@ -49,29 +49,11 @@ def _kernel(form: Form) -> Kernel:
     return load_kernels(delta_net_module, form, names=(CARRY_ON,))[CARRY_ON]
 
 
-class _Rows:
-    """Rows of one segment, without those that go on where the one before ends.
-
-    Attributes:
-        slots, kept, first, end, settled, saved_at, snapshots, places: int64 [rows], as `SegmentStates` has them.
-    """
-
-    def __init__(self, states: SegmentStates) -> None:
-        numbers = states.numbers.numpy()
-        leads = numbers[8] == np.arange(states.segment.rows)
-        of_rows = numbers[:8, leads]
-        self.slots, self.kept, self.first, self.end, self.settled, self.saved_at, self.snapshots, self.places = of_rows
-        if (self.first < self.kept).any():
-            raise RuntimeError("tokens are fed again that a state has seen: it was moved up too far")
-        self.tokens = self.end - self.kept
-        self.most = max(1, int(self.tokens.max(initial=0)))
-        saved = self.saved_at - self.kept
-        self.saved = np.where((saved >= 0) & (self.saved_at <= self.end), saved, -1)
-
-    def lines(self) -> np.ndarray:
-        """int64 [rows, 5], as the kernel takes them."""
-        settled = self.settled - self.kept
-        return np.stack((self.slots, self.tokens, settled, self.snapshots, self.saved), axis=1).astype(np.int64)
+def _lines(rows: SegmentStates) -> torch.Tensor:
+    """int64 [rows, 5], as the kernel takes its `Line`s."""
+    saved = rows.saved_at - rows.kept
+    saved = torch.where((saved >= 0) & (rows.saved_at <= rows.end), saved, -1)
+    return torch.stack((rows.slots, rows.end - rows.kept, rows.settled - rows.kept, rows.snapshots, saved), dim=1)
 
 
 class NativeDeltaNet(TorchDeltaNet):
@@ -90,17 +72,19 @@ class NativeDeltaNet(TorchDeltaNet):
         if form is None:
             return super()._carry_on(brought, states, segments, dtype)
         found = brought[0].new_zeros((len(brought[0]), weights.values, weights.value_dim))
-        for segment in segments:
-            rows = _Rows(segment)
+        for rows in map(leading_rows, segments):
             if len(rows.slots):
-                window, factors = self._gather(brought, states, rows)
-                read = self._read(form, window, factors, states, rows, dtype)
-                for row, place in enumerate(rows.places):
-                    first, end = rows.first[row], rows.end[row]
-                    found[place + first : place + end] = read[row, first - rows.kept[row] : rows.tokens[row]]
+                lines = _lines(rows)
+                window, factors = self._gather(brought, states, rows, lines)
+                read = self._read(form, self._convolve_all(window, dtype), factors, states, lines)
+                parts = (rows.first - rows.kept, rows.places + rows.first, rows.places + rows.end)
+                for of_row, refed, start, stop in zip(read, *(part.tolist() for part in parts), strict=True):
+                    found[start:stop] = of_row[refed : refed + stop - start]
         return found.flatten(1)
 
-    def _gather(self, brought: _Brought, states: LayerStates, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(
+        self, brought: _Brought, states: LayerStates, rows: SegmentStates, lines: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the tokens bring that go through rows' states, in their order, and remember what is fed; the
         convolution's part of states is moved up.
 
@@ -109,56 +93,49 @@ class NativeDeltaNet(TorchDeltaNet):
             values, 2], what heads keep, and how much they correct; both float32.
         """
         before, capacity = len(self.weights.convolution) - 1, states.inputs[0].shape[1]
-        count, of_window, of_snapshots = len(rows.slots), states.states[0], states.snapshots[0]
-        window = brought[0].new_zeros((count, before + rows.most, self.weights.channels))
-        factors = brought[1].new_zeros((count, rows.most, self.weights.values, 2))
+        most = max(1, int(lines[:, 1].max()))
+        of_window, of_snapshots = states.states[0], states.snapshots[0]
+        window = brought[0].new_zeros((len(lines), before + most, self.weights.channels))
+        factors = brought[1].new_zeros((len(lines), most, self.weights.values, 2))
         targets = window[:, before:], factors[..., 1], factors[..., 0]
-        for row, slot in enumerate(rows.slots):
-            kept, first, end, place = (int(part[row]) for part in (rows.kept, rows.first, rows.end, rows.places))
-            refed, fed = first - kept, slice(max(first, end - capacity), end)
-            again = torch.arange(kept, first) % capacity
-            turns = torch.arange(fed.start, fed.stop) % capacity
+        positions = torch.stack((rows.kept, rows.first, rows.places), dim=1).tolist()
+        for row, (slot, tokens, settled, snapshot, saved) in enumerate(lines.tolist()):
+            kept, first, place = positions[row]
+            end = kept + tokens
+            remembered = max(first, end - capacity)
+            again, turns = torch.arange(kept, first) % capacity, torch.arange(remembered, end) % capacity
             window[row, :before] = of_window[slot]
             for given, stored, target in zip(brought, states.inputs, targets, strict=True):
-                if refed:
-                    target[row, :refed] = stored[slot].index_select(0, again)
-                target[row, refed : end - kept] = given[place + first : place + end]
-                stored[slot].index_copy_(0, turns, given[place + fed.start : place + fed.stop])
-            settled, saved = int(rows.settled[row]) - kept, int(rows.saved[row])
+                target[row, : first - kept] = stored[slot].index_select(0, again)
+                target[row, first - kept : tokens] = given[place + first : place + end]
+                stored[slot].index_copy_(0, turns, given[place + remembered : place + end])
             if saved >= 0:
-                of_snapshots[rows.snapshots[row]] = window[row, saved : saved + before]
+                of_snapshots[snapshot] = window[row, saved : saved + before]
             of_window[slot] = window[row, settled : settled + before]
         return window, factors
 
     def _read(
-        self,
-        form: Form,
-        window: torch.Tensor,
-        factors: torch.Tensor,
-        states: LayerStates,
-        rows: _Rows,
-        dtype: torch.dtype,
+        self, form: Form, vectors: _Brought, factors: torch.Tensor, states: LayerStates, lines: torch.Tensor
     ) -> torch.Tensor:
-        """What the tokens read that go through rows' matrices, [rows, most, values, value_dim] float32."""
-        weights, count, most = self.weights, len(window), rows.most
-        query, key, value = self._convolve_all(window, most, dtype)
-        read, lines = torch.empty_like(value), rows.lines()
-        columns = form.registers * LANES
-        units = count * weights.values * -(-weights.value_dim // columns)
-        numbers = int(rows.tokens.sum() + count) * weights.values * weights.key_dim * weights.value_dim
+        """What the tokens read that go through rows' matrices, [rows, most, values, value_dim] float32; `vectors` are
+        their queries, keys and values."""
+        weights, (count, most) = self.weights, factors.shape[:2]
+        read = torch.empty_like(vectors[2])
+        units = count * weights.values * -(-weights.value_dim // (form.registers * LANES))
+        numbers = (int(lines[:, 1].sum()) + count) * weights.values * weights.key_dim * weights.value_dim
         threads = machine.team(numbers * _NUMBER_NS, units)
         scratch = torch.empty(threads * weights.key_dim * form.registers * REGISTER_BYTES, dtype=torch.uint8)
-        tensors = query, key, value, factors, read, weights.key_of_value, states.states[1], states.snapshots[1], scratch
+        of_states = weights.key_of_value, states.states[1], states.snapshots[1]
+        tensors = lines, *vectors, factors, read, *of_states, scratch
         sizes = count, most, weights.keys, weights.values, weights.key_dim, weights.value_dim
-        arguments = Arguments(lines.ctypes.data, *(tensor.data_ptr() for tensor in tensors), *sizes)
+        arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), *sizes)
         _kernel(form)(ctypes.addressof(arguments), threads)
         return read
 
-    def _convolve_all(
-        self, window: torch.Tensor, most: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`convolve` of `most` tokens of each row, [rows, most, heads, size] each."""
+    def _convolve_all(self, window: torch.Tensor, dtype: torch.dtype) -> _Brought:
+        """`convolve` of each row's tokens behind those in front, [rows, most, heads, size] each."""
         weights, count = self.weights, len(window)
+        most = window.shape[1] - len(weights.convolution) + 1
         shapes = (weights.keys, weights.key_dim), (weights.keys, weights.key_dim), (weights.values, weights.value_dim)
         found = tuple(window.new_empty((count, most, *shape)) for shape in shapes)
         step = max(1, _TOKENS_AT_ONCE // count)

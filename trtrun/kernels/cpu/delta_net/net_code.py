@@ -80,13 +80,17 @@ def delta_net_module(form: Form) -> ir.Module:
 
 
 class _DeltaNetCode(Emitter):
-    """Emits the kernel."""
+    """Emits the kernel.
+
+    Attributes:
+        form: of it.
+        item_bytes: of a number of a matrix in memory.
+    """
 
     def __init__(self, form: Form) -> None:
         super().__init__(CARRY_ON, form.kind == MULTIPLIES_BFLOAT16)
-        self._form = form
-        self._item_bytes = 4 if form.dtype == "float32" else 2
-        self._columns = form.registers * LANES
+        self.form = form
+        self.item_bytes = 4 if form.dtype == "float32" else 2
 
     def emit_shares(self, unit: ir.Function) -> None:
         """Emit the loop over this thread's share of the columns of all matrices."""
@@ -97,7 +101,7 @@ class _DeltaNetCode(Emitter):
         units = builder.mul(builder.mul(field["rows"], field["values"]), self._count_blocks(builder, field))
         start = builder.sdiv(builder.mul(thread, units), threads)
         stop = builder.sdiv(builder.mul(builder.add(thread, integer(1)), units), threads)
-        room_bytes = builder.mul(field["key_dim"], integer(self._form.registers * REGISTER_BYTES))
+        room_bytes = builder.mul(field["key_dim"], integer(self.form.registers * REGISTER_BYTES))
         room = self.at(builder, field["scratch"], builder.mul(thread, room_bytes))
         with count(builder, start, stop, 1) as number:
             builder.call(unit, [pointer, number, room])
@@ -108,204 +112,74 @@ class _DeltaNetCode(Emitter):
         through them, one after the other."""
         builder, (pointer, number, room) = self.define("unit", self.pointer, self.integer, self.pointer)
         integer, field = self.integer, self.read(builder, pointer, Arguments)
-        matrix, block = self._divide(builder, number, self._count_blocks(builder, field))
-        row, head = self._divide(builder, matrix, field["values"])
-        column = builder.mul(block, integer(self._columns))
+        blocks = self._count_blocks(builder, field)
+        matrix, block = builder.sdiv(number, blocks), builder.srem(number, blocks)
+        row, head = builder.sdiv(matrix, field["values"]), builder.srem(matrix, field["values"])
         line_at = self.at(builder, field["lines"], builder.mul(row, integer(ctypes.sizeof(Line))))
         line = self.read(builder, line_at, Line)
-        key_head = builder.load(self.at(builder, field["key_of_value"], builder.mul(head, integer(8))), typ=integer)
-        first = builder.mul(row, field["most"])
-        tokens = _Tokens(self, builder, field, first, head, key_head, column)
-        mask = self._mask(builder, field, column)
-        places = [
-            self._matrix_at(builder, field, name, line[of_line], head, column)
-            for name, of_line in (("matrices", "slot"), ("snapshots", "snapshot"))
-        ]
-        known = [self.room(builder) for _ in range(self._form.registers)]
-        self._load(builder, field, (places[0], room), tokens.vector("key", integer(0)), known, mask)
+        columns = _Columns(self, builder, field, row, head, builder.mul(block, integer(self.form.registers * LANES)))
+        state, snapshot = columns.matrix("matrices", line["slot"]), columns.matrix("snapshots", line["snapshot"])
+        known = columns.load(state, room)
 
         def keep(passed: ir.Value) -> None:
-            for place, when in zip(places, ("settled", "saved"), strict=True):
+            for place, when in ((state, "settled"), (snapshot, "saved")):
                 with builder.if_then(builder.icmp_signed("==", passed, line[when])):
-                    self._store(builder, field, (room, place), mask)
+                    columns.store(room, place)
 
         keep(integer(0))
         with count(builder, integer(0), line["tokens"], 1) as token:
-            self._go_through(builder, field, (tokens, token, line["tokens"]), room, known, mask)
-            keep(builder.add(token, integer(1)))
+            behind = builder.add(token, integer(1))
+            is_last = builder.icmp_signed("==", behind, line["tokens"])
+            columns.go_through(room, known, token, builder.select(is_last, token, behind))
+            keep(behind)
         builder.ret_void()
         return builder.function
 
-    def _go_through(
-        self,
-        builder: ir.IRBuilder,
-        field: dict[str, ir.Value],
-        which: tuple[_Tokens, ir.Value, ir.Value],
-        room: ir.Value,
-        known: list[ir.Value],
-        mask: ir.Value | None,
-    ) -> None:
-        """Have one token change the columns in `room`, of which `known` has the sums that its key makes; and leave
-        there the sums that the next one's makes."""
-        (tokens, token, number), integer = which, self.integer
-        behind = builder.add(token, integer(1))
-        following = builder.select(builder.icmp_signed("<", behind, number), behind, token)
-        keeps, corrects = (self.spread_number(builder, place) for place in tokens.factors(token))
-        value, changes = tokens.vector("value", token), []
-        for register, place in enumerate(known):
-            told = self._load_numbers(builder, self.at(builder, value, register * REGISTER_BYTES), mask)
-            left = builder.fmul(keeps, builder.load(place, typ=self.floats))
-            changes.append(builder.fmul(builder.fsub(told, left), corrects))
-        answers = [self.room(builder) for _ in known]
-        for place in (*known, *answers):
-            builder.store(self.zeros(), place)
-        vectors = [tokens.vector("query", token), tokens.vector("key", token), tokens.vector("key", following)]
-        with count(builder, integer(0), field["key_dim"], 1) as index:
-            offset = builder.mul(index, integer(4))
-            query, key, next_key = (self.spread_number(builder, self.at(builder, at, offset)) for at in vectors)
-            own = self.at(builder, room, builder.mul(index, integer(self._form.registers * REGISTER_BYTES)))
-            for register, change in enumerate(changes):
-                place = self.at(builder, own, register * REGISTER_BYTES)
-                faded = builder.fmul(keeps, builder.load(place, typ=self.floats, align=4))
-                state = self._rounded(builder, self.multiply_and_add(builder, key, change, faded))
-                builder.store(state, place, align=4)
-                self.add_product(builder, answers[register], query, state)
-                self.add_product(builder, known[register], next_key, state)
-        read = tokens.vector("read", token)
-        for register, place in enumerate(answers):
-            answer, at = builder.load(place, typ=self.floats), self.at(builder, read, register * REGISTER_BYTES)
-            self._store_numbers(builder, answer, at, mask)
-
-    def _load(
-        self,
-        builder: ir.IRBuilder,
-        field: dict[str, ir.Value],
-        places: tuple[ir.Value, ir.Value],
-        key: ir.Value,
-        known: list[ir.Value],
-        mask: ir.Value | None,
-    ) -> None:
-        """Load columns from the first place to the second, and leave in `known` the sums that a key makes."""
-        for place in known:
-            builder.store(self.zeros(), place)
-        with count(builder, self.integer(0), field["key_dim"], 1) as index:
-            factor = self.spread_number(builder, self.at(builder, key, builder.mul(index, self.integer(4))))
-            source, target = self._row_at(builder, field, index, places[0]), self._own_at(builder, index, places[1])
-            for register, total in enumerate(known):
-                at = self.at(builder, source, register * LANES * self._item_bytes)
-                state = self._widened(builder, at, mask)
-                builder.store(state, self.at(builder, target, register * REGISTER_BYTES), align=4)
-                self.add_product(builder, total, factor, state)
-
-    def _store(
-        self,
-        builder: ir.IRBuilder,
-        field: dict[str, ir.Value],
-        places: tuple[ir.Value, ir.Value],
-        mask: ir.Value | None,
-    ) -> None:
-        """Store columns at the first place to the second."""
-        with count(builder, self.integer(0), field["key_dim"], 1) as index:
-            source, target = self._own_at(builder, index, places[0]), self._row_at(builder, field, index, places[1])
-            for register in range(self._form.registers):
-                state = builder.load(
-                    self.at(builder, source, register * REGISTER_BYTES), typ=self.floats, align=4
-                )  # fmt: skip
-                at = self.at(builder, target, register * LANES * self._item_bytes)
-                if self._form.dtype == "float32":
-                    self._store_numbers(builder, state, at, mask)
-                else:
-                    builder.store(self._narrow(builder, state), at, align=2)
-
-    def _own_at(self, builder: ir.IRBuilder, index: ir.Value, room: ir.Value) -> ir.Value:
-        return self.at(builder, room, builder.mul(index, self.integer(self._form.registers * REGISTER_BYTES)))
-
-    def _row_at(self, builder: ir.IRBuilder, field: dict[str, ir.Value], index: ir.Value, matrix: ir.Value) -> ir.Value:
-        numbers = builder.mul(index, field["value_dim"])
-        return self.at(builder, matrix, builder.mul(numbers, self.integer(self._item_bytes)))
-
-    def _matrix_at(
-        self,
-        builder: ir.IRBuilder,
-        field: dict[str, ir.Value],
-        name: str,
-        place: ir.Value,
-        head: ir.Value,
-        column: ir.Value,
-    ) -> ir.Value:
-        """Where a head's matrix has a column first."""
-        matrix = builder.add(builder.mul(place, field["values"]), head)
-        numbers = builder.mul(builder.mul(matrix, field["key_dim"]), field["value_dim"])
-        offset = builder.mul(builder.add(numbers, column), self.integer(self._item_bytes))
-        return self.at(builder, field[name], offset)
-
     def _count_blocks(self, builder: ir.IRBuilder, field: dict[str, ir.Value]) -> ir.Value:
         """How often a row of a matrix has so many columns as are gone through together."""
-        rounded_up = builder.add(field["value_dim"], self.integer(self._columns - 1))
-        return builder.sdiv(rounded_up, self.integer(self._columns))
+        columns = self.form.registers * LANES
+        return builder.sdiv(builder.add(field["value_dim"], self.integer(columns - 1)), self.integer(columns))
 
-    def _divide(self, builder: ir.IRBuilder, number: ir.Value, divisor: ir.Value) -> tuple[ir.Value, ir.Value]:
-        return builder.sdiv(number, divisor), builder.srem(number, divisor)
-
-    def _mask(self, builder: ir.IRBuilder, field: dict[str, ir.Value], column: ir.Value) -> ir.Value | None:
-        """Which of sixteen columns there are; None where all are."""
-        if self._form.is_whole:
-            return None
-        rest = builder.trunc(builder.sub(field["value_dim"], column), self.small)
-        return builder.icmp_signed("<", self.numbers(range(LANES)), self.spread(builder, rest))
-
-    def _load_numbers(self, builder: ir.IRBuilder, at: ir.Value, mask: ir.Value | None) -> ir.Value:
-        if mask is not None:
-            return self.load_some(builder, at, mask)
-        return builder.load(at, typ=self.floats, align=4)
-
-    def _store_numbers(self, builder: ir.IRBuilder, value: ir.Value, at: ir.Value, mask: ir.Value | None) -> None:
-        if mask is not None:
-            self.store_some(builder, value, at, mask)
-        else:
-            builder.store(value, at, align=4)
-
-    def _widened(self, builder: ir.IRBuilder, at: ir.Value, mask: ir.Value | None) -> ir.Value:
-        """Sixteen numbers of a matrix in memory, as float32."""
-        if self._form.dtype == "float32":
-            return self._load_numbers(builder, at, mask)
-        if self._form.dtype == "bfloat16":
-            return self.load_halves(builder, at, self.integer(0))
-        return builder.fpext(builder.load(at, typ=self.float16s, align=2), self.floats)
-
-    def _narrow(self, builder: ir.IRBuilder, state: ir.Value) -> ir.Value:
-        """Sixteen float32 in the dtype of matrices in memory, of two bytes."""
-        if self._form.dtype == "bfloat16":
-            return self.round(builder, state)
-        return builder.fptrunc(state, self.float16s)
-
-    def _rounded(self, builder: ir.IRBuilder, state: ir.Value) -> ir.Value:
-        """Sixteen float32, rounded to the dtype of matrices in memory."""
-        if self._form.dtype == "float32":
-            return state
-        narrow = self._narrow(builder, state)
-        if self._form.dtype == "bfloat16":
+    def widen(self, builder: ir.IRBuilder, narrow: ir.Value) -> ir.Value:
+        """Sixteen numbers of two bytes of a matrix in memory, as float32."""
+        if self.form.dtype == "bfloat16":
             return self.extend(builder, narrow)
         return builder.fpext(narrow, self.floats)
 
+    def narrow(self, builder: ir.IRBuilder, state: ir.Value) -> ir.Value:
+        """Sixteen float32 in the dtype of matrices in memory, of two bytes."""
+        return self.round(builder, state) if self.form.dtype == "bfloat16" else builder.fptrunc(state, self.float16s)
 
-class _Tokens:
-    """Where the vectors of a row's tokens lie, of one head and from one of its columns on."""
+
+class _Columns:
+    """Some columns of a head's matrix, and what tokens of its row bring to them.
+
+    Args:
+        code: what is emitted to.
+        builder: where.
+        field: of Arguments.
+        row, head, column: of the matrix, and the first of the columns.
+    """
 
     def __init__(
         self,
-        code: Emitter,
+        code: _DeltaNetCode,
         builder: ir.IRBuilder,
         field: dict[str, ir.Value],
-        first: ir.Value,
+        row: ir.Value,
         head: ir.Value,
-        key_head: ir.Value,
         column: ir.Value,
     ) -> None:
-        self._code, self._builder = code, builder
-        zero, four = code.integer(0), code.integer(4)
-        self._starts: dict[str, ir.Value] = {}
-        self._strides: dict[str, ir.Value] = {}
+        self._code, self._builder, self._field, self._head, self._column = code, builder, field, head, column
+        self._narrows, self._registers = code.form.dtype != "float32", range(code.form.registers)
+        self._mask: ir.Value | None = None
+        if not code.form.is_whole:
+            rest = builder.trunc(builder.sub(field["value_dim"], column), code.small)
+            self._mask = builder.icmp_signed("<", code.numbers(range(LANES)), code.spread(builder, rest))
+        of_key = code.at(builder, field["key_of_value"], builder.mul(head, code.integer(8)))
+        key_head, zero = builder.load(of_key, typ=code.integer), code.integer(0)
+        first = builder.mul(row, field["most"])
+        self._vectors: dict[str, tuple[ir.Value, ir.Value]] = {}
         for name, heads, own, size, inside in (
             ("query", "keys", key_head, field["key_dim"], zero),
             ("key", "keys", key_head, field["key_dim"], zero),
@@ -314,15 +188,110 @@ class _Tokens:
             ("factors", "values", head, code.integer(2), zero),
         ):
             number = builder.add(builder.mul(first, field[heads]), own)
-            numbers = builder.add(builder.mul(number, size), inside)
-            self._starts[name] = code.at(builder, field[name], builder.mul(numbers, four))
-            self._strides[name] = builder.mul(builder.mul(field[heads], size), four)
+            start = self._numbers_at(field[name], builder.add(builder.mul(number, size), inside))
+            self._vectors[name] = start, builder.mul(field[heads], size)
 
-    def vector(self, name: str, token: ir.Value) -> ir.Value:
-        """The address of one of a token."""
-        return self._code.at(self._builder, self._starts[name], self._builder.mul(token, self._strides[name]))
+    def matrix(self, name: str, place: ir.Value) -> ir.Value:
+        """The address of the columns in one of the places of `matrices` or `snapshots`."""
+        builder, field = self._builder, self._field
+        number = builder.add(builder.mul(place, field["values"]), self._head)
+        first = builder.mul(builder.mul(number, field["key_dim"]), field["value_dim"])
+        offset = builder.mul(builder.add(first, self._column), self._code.integer(self._code.item_bytes))
+        return self._code.at(builder, field[name], offset)
 
-    def factors(self, token: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The addresses of what a head keeps as the token comes, and of how much it corrects."""
-        at = self.vector("factors", token)
-        return at, self._code.at(self._builder, at, 4)
+    def load(self, matrix: ir.Value, room: ir.Value) -> list[ir.Value]:
+        """Load the columns from memory to `room`; returns where the sums are that the first token's key makes."""
+        code, builder = self._code, self._builder
+        known = self._zeros()
+        key = self._vector("key", code.integer(0))
+        with count(builder, code.integer(0), self._field["key_dim"], 1) as index:
+            factor = code.spread_number(builder, self._numbers_at(key, index))
+            for register, (there, own) in enumerate(self._row(index, matrix, room)):
+                if self._narrows:
+                    kind = code.halves if code.form.dtype == "bfloat16" else code.float16s
+                    state = code.widen(builder, builder.load(there, typ=kind, align=2))
+                else:
+                    state = self._load(there)
+                builder.store(state, own, align=4)
+                code.add_product(builder, known[register], factor, state)
+        return known
+
+    def store(self, room: ir.Value, matrix: ir.Value) -> None:
+        """Store the columns from `room` to memory."""
+        code, builder = self._code, self._builder
+        with count(builder, code.integer(0), self._field["key_dim"], 1) as index:
+            for there, own in self._row(index, matrix, room):
+                state = builder.load(own, typ=code.floats, align=4)
+                if self._narrows:
+                    builder.store(code.narrow(builder, state), there, align=2)
+                else:
+                    self._store(state, there)
+
+    def go_through(self, room: ir.Value, known: list[ir.Value], token: ir.Value, following: ir.Value) -> None:
+        """Have a token change the columns in `room`, of which `known` has the sums that its key makes; and leave there
+        the sums that the next one's makes."""
+        code, builder = self._code, self._builder
+        of_factors, value = self._vector("factors", token), self._vector("value", token)
+        keeps, corrects = (code.spread_number(builder, code.at(builder, of_factors, at)) for at in (0, 4))
+        changes = []
+        for register, place in enumerate(known):
+            told = self._load(code.at(builder, value, register * REGISTER_BYTES))
+            left = builder.fmul(keeps, builder.load(place, typ=code.floats))
+            changes.append(builder.fmul(builder.fsub(told, left), corrects))
+            builder.store(code.zeros(), place)
+        answers = self._zeros()
+        vectors = [self._vector("query", token), self._vector("key", token), self._vector("key", following)]
+        with count(builder, code.integer(0), self._field["key_dim"], 1) as index:
+            query, key, next_key = (code.spread_number(builder, self._numbers_at(at, index)) for at in vectors)
+            for register, (_, own) in enumerate(self._row(index, room, room)):
+                faded = builder.fmul(keeps, builder.load(own, typ=code.floats, align=4))
+                state = code.multiply_and_add(builder, key, changes[register], faded)
+                if self._narrows:
+                    state = code.widen(builder, code.narrow(builder, state))
+                builder.store(state, own, align=4)
+                code.add_product(builder, answers[register], query, state)
+                code.add_product(builder, known[register], next_key, state)
+        read = self._vector("read", token)
+        for register, place in enumerate(answers):
+            self._store(builder.load(place, typ=code.floats), code.at(builder, read, register * REGISTER_BYTES))
+
+    def _zeros(self) -> list[ir.Value]:
+        """Room for a sum of each column."""
+        places = [self._code.room(self._builder) for _ in self._registers]
+        for place in places:
+            self._builder.store(self._code.zeros(), place)
+        return places
+
+    def _row(self, index: ir.Value, matrix: ir.Value, room: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
+        """The addresses of a row's registers in memory and in `room`."""
+        code, builder, registers = self._code, self._builder, self._code.form.registers
+        numbers = builder.mul(index, self._field["value_dim"])
+        there = code.at(builder, matrix, builder.mul(numbers, code.integer(code.item_bytes)))
+        own = code.at(builder, room, builder.mul(index, code.integer(registers * REGISTER_BYTES)))
+        steps = LANES * code.item_bytes, REGISTER_BYTES
+        return [
+            (code.at(builder, there, register * steps[0]), code.at(builder, own, register * steps[1]))
+            for register in self._registers
+        ]
+
+    def _vector(self, name: str, token: ir.Value) -> ir.Value:
+        """The address of a vector of a token."""
+        start, stride = self._vectors[name]
+        return self._numbers_at(start, self._builder.mul(token, stride))
+
+    def _numbers_at(self, start: ir.Value, numbers: ir.Value) -> ir.Value:
+        """The address so many float32 behind another."""
+        return self._code.at(self._builder, start, self._builder.mul(numbers, self._code.integer(4)))
+
+    def _load(self, at: ir.Value) -> ir.Value:
+        """Sixteen float32, those of the columns that there are."""
+        if self._mask is not None:
+            return self._code.load_some(self._builder, at, self._mask)
+        return self._builder.load(at, typ=self._code.floats, align=4)
+
+    def _store(self, value: ir.Value, at: ir.Value) -> None:
+        """Sixteen float32, likewise."""
+        if self._mask is not None:
+            self._code.store_some(self._builder, value, at, self._mask)
+        else:
+            self._builder.store(value, at, align=4)
