@@ -206,8 +206,8 @@ class KVCacheSection(Section):
         state_snapshots: for models with layers that keep a state of each row: bytes of a rank's engine for snapshots of
             states, behind which other requests with the same prefix begin. Left out: as many as twice the rows. 0:
             no prefix is shared.
-        state_dtype: how layers that keep a state of each row keep the matrices in it, which each token rounds to it.
-            `float16` and `bfloat16` take half the memory and time, and texts of their own.
+        state_dtype: of the matrices in the states of rows; every token rounds them to it. `float16` and `bfloat16` take
+            half the memory, and texts differ from those with `float32`.
         dtype: how keys and values are kept. `auto`: as the checkpoint was made for, else as the model has them.
             `plain`: as the model has them. `fp8`, `int8`: a byte for each number, for about twice the tokens.
     """
