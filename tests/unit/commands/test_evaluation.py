@@ -16,6 +16,7 @@ from launch.compat.evaluation.script import Script, parse_arguments
 from launch.compat.evaluation.summaries import TASKS, find_lines, read_lines
 from launch.compat.evaluation.summaries import make_prompt as make_summary_prompt
 from launch.compat.evaluation.summarize import Summarize
+from launch.exit_codes import FailedError
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.errors import ConfigError
 from trtrun.tokens.text import Tokenizer, read_tokenizer
@@ -174,6 +175,10 @@ def test_scores_below_their_thresholds_are_said(
     assert "  rouge1: 75.0\n  rouge2: 33.33333333333333\n  rougeL: 75.0\n" in out
     assert "  Per-token perplexity: 3.5\n" in out
     assert (tmp_path / "out" / "trtllm.out").read_text(encoding="utf-8") == f"[0] [Beam 0] {text}\n"
+    arguments.output_dir = str(lines)
+    with pytest.raises(FailedError, match=r"cannot write .*trtllm\.out"):
+        Summarize().evaluate(arguments, SameAnswer(tokenizer.encode(text), 3.5), tokenizer, 1024)
+    arguments.output_dir = None
     _, missed = Summarize().evaluate(arguments, SameAnswer(tokenizer.encode("x"), 15.5), tokenizer, 1024)
     assert (
         missed
