@@ -164,13 +164,24 @@ def _read_list(text: str) -> Sequence[Any] | None:
     return value if isinstance(value, list | tuple) else None
 
 
-def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool, dtype: str = "auto") -> RuntimeConfig:
-    """The configuration that the options stand for; device numbers are CPU slots where there is no GPU, which kind
-    of EAGLE head drafts its files say, and how many devices a target has that no option counts its engine. `dtype` is
-    the models', as in the YAML file."""
+def make_runtime_config(
+    arguments: argparse.Namespace, has_gpu: bool, dtype: str = "auto", script: str = "run.py"
+) -> RuntimeConfig:
+    """The configuration that the options stand for.
+
+    Args:
+        arguments: of `add_engine_options`, and `engine_dir`. Which kind of EAGLE head drafts its files say, and how
+            many devices a target has that no option counts its engine.
+        has_gpu: whether device numbers are GPUs; else they are CPU slots.
+        dtype: of the models, as in the YAML file.
+        script: for messages.
+
+    Raises:
+        TrtrunError: an option's value is wrong, or a model is not there.
+    """
     draft_len, draft_devices, use_logits = 4, [0], False
     models = {"target": {"model": arguments.engine_dir}, "draft": {"model": arguments.draft_engine_dir}}
-    engines = find_engines(models, None, "run.py")
+    engines = find_engines(models, None, script)
     target_devices = list(range(engines["target"].tp_size if "target" in engines else 1))
     if arguments.draft_target_model_config is not None:
         draft_len, draft_devices, target_devices, use_logits = parse_draft_config(arguments.draft_target_model_config)
@@ -210,7 +221,7 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool, dtype: str
         values["tokenizer"] = arguments.tokenizer_dir
     if arguments.kv_cache_free_gpu_memory_fraction is not None:
         values["kv_cache"]["free_memory_fraction"] = arguments.kv_cache_free_gpu_memory_fraction
-    return make_config(values, where="run.py")
+    return make_config(values, where=script)
 
 
 def _fit_devices(devices: list[int], engine: EngineDescription | None) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 from launch.compat.evaluation.answers import Answer
 from launch.compat.evaluation.mmlu import Mmlu, make_prompt
 from launch.compat.evaluation.mmlu_questions import CATEGORIES, SUBJECTS, read_questions
-from launch.compat.evaluation.script import Script, parse_arguments
+from launch.compat.evaluation.script import Script, parse_arguments, run
 from launch.compat.evaluation.summaries import TASKS, find_lines, read_lines
 from launch.compat.evaluation.summaries import make_prompt as make_summary_prompt
 from launch.compat.evaluation.summarize import Summarize
@@ -126,6 +126,12 @@ def test_what_is_not_supported_is_said(script: Script, words: str, message: str)
     with pytest.raises(click.UsageError) as raised:
         parse_arguments(script, words.split())
     assert message in raised.value.format_message()
+
+
+def test_a_wrong_configuration_is_said_with_the_scripts_name() -> None:
+    words = "--engine_dir asset:target --test_trt_llm --data_type fp99"
+    with pytest.raises(ConfigError, match=r"^mmlu\.py: target\.dtype: must be"):
+        run(Mmlu(), words.split())
 
 
 def test_data_that_is_missing_or_wrong_is_said(questions: Path, tmp_path: Path) -> None:
