@@ -31,24 +31,30 @@ Field = str | None | Callable[[Any], Changes]
 """The key that a field stands for, what is made of its value, or None: there is nothing to do for it."""
 
 
-def _flag(key: str, value: object, reason: str) -> Callable[[Any], Changes]:
-    """A field that changes a key where it is true. Without a key it is then refused, for the reason."""
+def _sets(key: str, value: object) -> Callable[[Any], Changes]:
+    """A field that changes a key where it is true."""
+    return lambda given: {} if given in (None, False) else {key: value}
+
+
+def _refuses(reason: str) -> Callable[[Any], Changes]:
+    """A field that is refused where it is true."""
 
     def read(given: Any) -> Changes:
         if given in (None, False):
             return {}
-        if not key:
-            raise click.UsageError(f"speculative_config: {reason}")
-        return {key: value}
+        raise click.UsageError(f"speculative_config: {reason}")
 
     return read
 
 
-def _one_of(idle: tuple[str, ...], probabilistic: str, reason: str) -> Callable[[Any], Changes]:
+def _uses_logits(value: str, reason: str, *idle: str) -> Callable[[Any], Changes]:
+    """A field by one value of which drafts are judged by their probabilities; other values, but idle ones, are
+    refused."""
+
     def read(given: Any) -> Changes:
-        if given is not None and given not in (*idle, probabilistic):
+        if given is not None and given not in (value, *idle):
             raise click.UsageError(f"speculative_config: {given}: {reason}")
-        return {"speculation.use_logits": True} if given == probabilistic else {}
+        return {"speculation.use_logits": True} if given == value else {}
 
     return read
 
@@ -66,11 +72,11 @@ _VLLM: dict[str, Field] = {
     **{f"suffix_decoding_{name}": f"speculation.suffix_decoding_{name}" for name in _SUFFIX},
     "draft_tensor_parallel_size": lambda size: {"draft.devices": size},
     "quantization": lambda kind: {"draft.quantization": kind} if kind in ("fp8", "int8") else {},
-    "parallel_drafting": _flag("speculation.parallel_drafting", "on", ""),
-    "rejection_sample_method": _one_of(("strict", "standard"), "probabilistic", _LOSSLESS),
-    "draft_sample_method": _one_of(("greedy",), "probabilistic", "greedy or probabilistic"),
-    "acceptance_method": _one_of((), "rejection_sampler", _LOSSLESS),
-    "revision": _flag("", None, "revision: write model as org/name@revision"),
+    "parallel_drafting": _sets("speculation.parallel_drafting", "on"),
+    "rejection_sample_method": _uses_logits("probabilistic", _LOSSLESS, "strict", "standard"),
+    "draft_sample_method": _uses_logits("probabilistic", "greedy or probabilistic", "greedy"),
+    "acceptance_method": _uses_logits("rejection_sampler", _LOSSLESS),
+    "revision": _refuses("revision: write model as org/name@revision"),
     **dict.fromkeys(
         (
             *("enforce_eager", "max_model_len", "disable_by_batch_size", "disable_padded_drafter_batch"),
@@ -85,13 +91,13 @@ _TENSORRT_LLM: dict[str, Field] = {
     "num_nextn_predict_layers": "speculation.draft_len",
     "speculative_model": "draft.model",
     "speculative_model_dir": "draft.model",
-    "sa_config": _flag("speculation.enable_suffix_decoding", True, ""),
+    "sa_config": _sets("speculation.enable_suffix_decoding", True),
     "medusa_choices": "speculation.medusa_choices",
     "eagle_choices": "speculation.eagle_choices",
     "dynamic_tree_max_topK": "speculation.eagle_topk",
     "eagle3_layers_to_capture": "speculation.eagle3_layers_to_capture",
-    "use_relaxed_acceptance_for_thinking": _flag("", None, f"use_relaxed_acceptance_for_thinking: {_LOSSLESS}"),
-    "posterior_threshold": _flag("", None, f"posterior_threshold: {_LOSSLESS}"),
+    "use_relaxed_acceptance_for_thinking": _refuses(f"use_relaxed_acceptance_for_thinking: {_LOSSLESS}"),
+    "posterior_threshold": _refuses(f"posterior_threshold: {_LOSSLESS}"),
     **dict.fromkeys(
         (
             *("relaxed_topk", "relaxed_delta", "use_mtp_vanilla", "mtp_eagle_one_model", "use_dynamic_tree"),
