@@ -6,7 +6,6 @@ configuration of TensorRT-LLM's (--extra_llm_api_options) is read by it as well,
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,45 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
-from launch.migration.flags import Flag, Takes
-from launch.migration.serving_flags import BY_NAME, normal_name
-from launch.migration.speculative_configs import Changes, read_tensorrt_llm
-from trtrun.errors import nearest
+from launch.jobs.plan.yaml_text import flow
+from launch.migration.flags import Changes, Flag, Takes
+from launch.migration.serving_flags import BY_NAME, FIELDS, normal_name
+from trtrun.configuration.yaml_source import parse_yaml
+from trtrun.errors import nearest, one_line, shorten_path
 
 API_OPTIONS = "--extra-llm-api-options"
 ONE_FIELD = "--speculative-config."
 """How vLLM takes one field of it."""
+
 OWN_OPTIONS = {
-    **{"target.devices": "--devices", "draft.model": "--draft", "draft.devices": "--draft-devices"},
-    **{"speculation.method": "--method", "speculation.draft_len": "--draft-len"},
-    **{"scheduler.max_batch_size": "--max-batch-size"},
-    **{"scheduler.max_seq_len": "--max-seq-len", "server.http_port": "--http-port"},
-    **{"server.grpc_port": "--grpc-port", "server.metrics_port": "--metrics-port"},
-    **{"server.tls_key": "--tls-key", "server.tls_cert": "--tls-cert"},
+    "target.devices": "--devices",
+    "draft.model": "--draft",
+    "draft.devices": "--draft-devices",
+    "speculation.method": "--method",
+    "speculation.draft_len": "--draft-len",
+    "scheduler.max_batch_size": "--max-batch-size",
+    "scheduler.max_seq_len": "--max-seq-len",
+    "server.http_port": "--http-port",
+    "server.grpc_port": "--grpc-port",
+    "server.metrics_port": "--metrics-port",
+    "server.tls_key": "--tls-key",
+    "server.tls_cert": "--tls-cert",
 }
 """Options of `trtrun serve` by their keys."""
-
-_IDLE_FIELDS = (
-    *("cuda_graph_config", "disable_overlap_scheduler", "moe_config", "print_iter_log", "enable_iter_perf_stats"),
-    *("sampler_type", "stream_interval", "torch_compile_config", "scheduler_config", "batch_wait_timeout_ms"),
-    *("batch_wait_timeout_iters", "enable_autotuner", "garbage_collection_gen0_threshold", "perf_metrics_max_requests"),
-    *("return_perf_metrics", "enable_layerwise_nvtx_marker", "allreduce_strategy", "extended_runtime_perf_knob_config"),
-    *("pytorch_backend_config", "mm_encoder_only", "env_overrides"),
-)
-_KV_FIELDS = {
-    "free_gpu_memory_fraction": "kv_cache.free_memory_fraction",
-    "enable_block_reuse": "kv_cache.enable_block_reuse",
-    "max_tokens": "kv_cache.max_tokens",
-    "tokens_per_block": "kv_cache.block_size",
-}
-_IDLE_KV_FIELDS = (
-    *("host_cache_size", "event_buffer_max_size", "enable_partial_reuse", "copy_on_partial_reuse", "use_uvm"),
-    *("sink_token_length", "max_attention_window", "onboard_blocks", "secondary_offload_min_priority"),
-    *("max_gpu_total_bytes", "attention_dp_events_gather_period_ms", "cross_kv_cache_fraction"),
-    *("mamba_ssm_cache_dtype", "use_kv_cache_manager_v2"),
-)
 
 
 @dataclass
@@ -77,52 +63,54 @@ class Reading:
         Raises:
             click.UsageError: it is refused, or cannot be read.
         """
-        self._keep(name, flag.change(name, given), "so in any case" if flag.refuses else flag.says)
-
-    def add_api_options(self, path: Path) -> None:
-        """Read a YAML file of TensorRT-LLM's LLM API.
-
-        Raises:
-            click.UsageError: it cannot be read, or a field is refused or not known.
-        """
-        try:
-            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise click.UsageError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
-        if not isinstance(fields, dict):
-            raise click.UsageError(f"{path}: write fields, such as max_batch_size: 8")
-        for name, value in fields.items():
-            self._add_field(str(name), value)
-
-    def _add_field(self, name: str, value: Any) -> None:
-        if name == "speculative_config":
-            if value is not None:
-                self._keep(name, read_tensorrt_llm(value))
-        elif name == "kv_cache_config":
-            self._keep(name, _read_kv_fields(value))
-        elif name in ("cuda_graph_config", "use_cuda_graph") and not value:
-            self._keep(name, {"cuda_graphs": False})
-        elif name in _IDLE_FIELDS or name == "use_cuda_graph":
-            self._keep(name, {}, "the runtime decides it")
-        elif normal_name(f"--{name}") in BY_NAME:
-            if value is not None:
-                self.add(name, BY_NAME[normal_name(f"--{name}")], value)
-        else:
-            known = [*_IDLE_FIELDS, *(option[2:].replace("-", "_") for option in BY_NAME if option.startswith("--"))]
-            raise click.UsageError(f"unknown field {name!r}{nearest(name, known)}")
-
-    def _keep(self, name: str, changes: Changes, says: str = "") -> None:
+        changes, says = flag.change(name, given), "so in any case" if flag.refuses else flag.says
         self.changes |= changes
         if changes:
             self.told.append(f"{name} is {shlex.join(self.show(changes))}" + f" ({says})" * bool(says))
         else:
             self.idle.append(f"{name} (nothing to do{': ' * bool(says)}{says})")
 
+    def add_api_options(self, path: Path) -> None:
+        """Read a YAML file of TensorRT-LLM's LLM API.
+
+        Raises:
+            TrtrunError, click.UsageError: it cannot be read, or a field is refused or not known.
+        """
+        for name, value in read_fields(path, "max_batch_size: 8").items():
+            if name in FIELDS:
+                self.add(name, FIELDS[name], value)
+            elif (option := normal_name(f"--{name}")) not in BY_NAME:
+                known = [*FIELDS, *(other[2:].replace("-", "_") for other in BY_NAME if other.startswith("--"))]
+                raise click.UsageError(f"unknown field {name!r}{nearest(name, known)}")
+            elif value is not None:
+                self.add(name, BY_NAME[option], value)
+
     @property
     def hint(self) -> str | None:
         """One line on all of them; None where there were none."""
         parts = [*self.told, *self.idle]
         return f"here {'; '.join(parts)}" if parts else None
+
+
+def read_fields(path: Path, such_as: str) -> dict[str, Any]:
+    """The fields of a YAML file that an option names.
+
+    Args:
+        path: of the file.
+        such_as: a field, for people who have written something else.
+
+    Raises:
+        ConfigError: it is no YAML.
+        click.UsageError: it cannot be read, or holds no fields.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"cannot read {shorten_path(path)}: {one_line(error)}") from None
+    fields = parse_yaml(text, str(path))
+    if not isinstance(fields, dict):
+        raise click.UsageError(f"{path}: write fields, such as {such_as}")
+    return fields
 
 
 def read_words(words: Sequence[str], own: Collection[str]) -> tuple[list[str], Reading]:
@@ -133,7 +121,7 @@ def read_words(words: Sequence[str], own: Collection[str]) -> tuple[list[str], R
         own: options of `trtrun serve`, which stay as they are.
 
     Raises:
-        click.UsageError: an option is refused, lacks its value, or its value cannot be read.
+        TrtrunError, click.UsageError: an option is refused, lacks its value, or its value cannot be read.
     """
     kept: list[str] = []
     speculative: dict[str, object] = {}
@@ -145,25 +133,20 @@ def read_words(words: Sequence[str], own: Collection[str]) -> tuple[list[str], R
         normal = normal_name(name)
         listed = normal == "--allowed-origins" and (value or (rest or [""])[0]).startswith("[")
         if normal == "--model":
-            kept.append(value if equals else _take(name, rest))
+            kept.append(_take(word, rest))
         elif normal.startswith(ONE_FIELD):
             field_name = normal.removeprefix(ONE_FIELD).replace("-", "_")
-            speculative[field_name] = yaml.safe_load(value if equals else _take(name, rest))
+            speculative[field_name] = parse_yaml(_take(word, rest), name)
         elif normal == API_OPTIONS:
-            reading.add_api_options(Path(value if equals else _take(name, rest)))
+            reading.add_api_options(Path(_take(word, rest)))
         elif (found := _find(normal)) is None or (name in own and not listed):
             kept.append(word)
         else:
             flag, is_on = found
-            if flag.takes is Takes.NONE:
-                reading.add(name, flag, is_on)
-            elif flag.takes is Takes.ONE:
-                reading.add(name, flag, value if equals else _take(name, rest))
-            else:
-                given = [value] if equals else [_take(name, rest)]
-                while rest and not rest[0].startswith("-"):
-                    given.append(rest.pop(0))
-                reading.add(name, flag, given)
+            given: list[object] = [is_on if flag.takes is Takes.NONE else _take(word, rest)]
+            while flag.takes is Takes.MANY and not equals and rest and not rest[0].startswith("-"):
+                given.append(rest.pop(0))
+            reading.add(name, flag, given if flag.takes is Takes.MANY else given[0])
     if speculative:
         reading.add(ONE_FIELD[:-1], BY_NAME[ONE_FIELD[:-1]], speculative)
     return [*own_words(reading.changes), *kept], reading
@@ -174,8 +157,7 @@ def own_words(changes: Mapping[str, object]) -> list[str]:
     words: list[str] = []
     for key, value in changes.items():
         if key not in OWN_OPTIONS:
-            is_plain = isinstance(value, str) and yaml.safe_load(value) == value
-            words += ["--set", f"{key}={value if is_plain else json.dumps(value)}"]
+            words += ["--set", f"{key}={flow(value)}"]
         else:
             shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words += [OWN_OPTIONS[key], shown]
@@ -190,22 +172,9 @@ def _find(name: str) -> tuple[Flag, bool] | None:
     return (flag, False) if name.startswith("--no-") and flag is not None and flag.takes is Takes.NONE else None
 
 
-def _take(name: str, rest: list[str]) -> str:
-    if not rest:
+def _take(word: str, rest: list[str]) -> str:
+    """The value of an option: behind its sign, or the next word."""
+    name, equals, value = word.partition("=")
+    if not equals and not rest:
         raise click.UsageError(f"{name} needs a value")
-    return rest.pop(0)
-
-
-def _read_kv_fields(given: Any) -> Changes:
-    if not isinstance(given, dict):
-        raise click.UsageError("kv_cache_config: write fields, such as free_gpu_memory_fraction: 0.9")
-    changes: Changes = {}
-    for name, value in given.items():
-        if name == "dtype":
-            changes |= BY_NAME["--kv-cache-dtype"].change(f"kv_cache_config: {name}", value)
-        elif name in _KV_FIELDS:
-            changes |= {_KV_FIELDS[name]: value} if value is not None else {}
-        elif name not in _IDLE_KV_FIELDS:
-            known = ["dtype", *_KV_FIELDS, *_IDLE_KV_FIELDS]
-            raise click.UsageError(f"kv_cache_config: unknown field {name!r}{nearest(str(name), known)}")
-    return changes
+    return value if equals else rest.pop(0)

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from launch.jobs.plan.proposal import count_granted
-from launch.migration.speculative_configs import Changes
+Changes = dict[str, object]
+"""Values by key of the YAML file, such as `speculation.draft_len`."""
 
 Reader = Callable[[Any], object]
 
@@ -59,17 +59,13 @@ class Flag:
         Raises:
             click.UsageError: it is refused, or cannot be read.
         """
+        if self.refuses and given not in (None, False) and str(given).lower() not in map(str, self.allowed):
+            shown = f" {given}" if self.allowed else ""  # a key is nothing to be shown
+            raise click.UsageError(f"{name}{shown}: {self.says}")
         try:
             return self.read(given)
         except (ValueError, TypeError) as error:
             raise click.UsageError(f"{name} {given}: {error}") from None
-        except _RefusedError:
-            shown = f" {given}" if self.allowed else ""  # a key is nothing to be shown
-            raise click.UsageError(f"{name}{shown}: {self.says}") from None
-
-
-class _RefusedError(Exception):
-    """There is nothing like it here."""
 
 
 def becomes(key: str, *names: str, read: Reader | None = None, takes: Takes = Takes.ONE, says: str = "") -> Flag:
@@ -94,13 +90,7 @@ def idle(says: str, *names: str, takes: Takes = Takes.ONE) -> Flag:
 
 def only(allowed: tuple[object, ...], says: str, *names: str, takes: Takes = Takes.ONE) -> Flag:
     """A flag of which some values are what is so here in any case, and others are refused."""
-
-    def change(given: Any) -> Changes:
-        if given not in (None, False) and str(given).lower() not in map(str, allowed):
-            raise _RefusedError
-        return {}
-
-    return Flag(names, "", change, takes, says, refuses=True, allowed=allowed)
+    return Flag(names, "", lambda _: {}, takes, says, refuses=True, allowed=allowed)
 
 
 def refused(says: str, *names: str, takes: Takes = Takes.ONE) -> Flag:
@@ -141,6 +131,8 @@ def fraction(given: Any) -> float:
 
 def devices(given: Any) -> list[int | str]:
     """So many devices of this host; CPU slots where it has no GPU."""
+    from launch.jobs.plan.proposal import count_granted  # which reads models: no command line needs it before
+
     numbers = range(whole(given))
     return list(numbers) if count_granted() else [f"cpu:{number}" for number in numbers]
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import click
+
 from launch.migration.flags import (
+    Changes,
     Flag,
     Takes,
     becomes,
@@ -24,7 +27,8 @@ from launch.migration.flags import (
     spreads,
     whole,
 )
-from launch.migration.speculative_configs import Changes, read_vllm
+from launch.migration.speculative_configs import read_tensorrt_llm, read_vllm
+from trtrun.errors import nearest
 
 
 def _served_name(given: Any) -> str:
@@ -37,15 +41,15 @@ def _served_name(given: Any) -> str:
 def _lora_modules(given: Any) -> dict[str, str]:
     """Directories by name, of `name=path` or objects of JSON."""
     found = {}
-    for module in [given] if isinstance(given, str) else given:
+    for module in [given] if isinstance(given, str) else map(str, given):
         if module.startswith("{"):
-            fields = json.loads(module)
-            found[str(fields["name"])] = str(fields["path"])
+            fields = read_object(module)
+            name, path = fields.get("name"), fields.get("path")
         else:
-            name, equals, path = module.partition("=")
-            if not equals:
-                raise ValueError("write name=directory")
-            found[name] = path
+            name, _, path = module.partition("=")
+        if not name or not path:
+            raise ValueError("write name=directory")
+        found[str(name)] = str(path)
     return found
 
 
@@ -59,9 +63,9 @@ def _origins(given: Any) -> list[str]:
     return [str(origin) for origin in found]
 
 
-def speculative_config(given: Any) -> Changes:
+def _speculative_config(given: Any) -> Changes:
     """vLLM's, as JSON."""
-    changes = read_vllm(read_object(given))
+    changes = read_vllm(given)
     if "draft.devices" in changes:
         changes["draft.devices"] = devices(changes["draft.devices"])
     return changes
@@ -112,11 +116,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     becomes("cuda_graphs", "--enforce-eager", takes=Takes.NONE, read=lambda given: not given),
     becomes("tokenizer", "--tokenizer"),
-    spreads(
-        "speculation, draft",
-        *("--speculative-config", "-sc"),
-        read=speculative_config,
-    ),
+    spreads("speculation, draft", "--speculative-config", "-sc", read=_speculative_config),
     spreads("server.http_port", "--port", read=_port, says="gRPC and metrics get free ports"),
     becomes("server.model_name", "--served-model-name", read=_served_name, takes=Takes.MANY),
     becomes("server.tls_key", "--ssl-keyfile"),
@@ -135,24 +135,20 @@ FLAGS: tuple[Flag, ...] = (
     idle("a request names its seed", "--seed"),
     idle(
         "nothing is logged of requests; -v and --log-dir are the log's",
-        *(
-            *("--disable-log-requests", "--enable-log-requests", "--disable-log-stats", "--disable-uvicorn-access-log"),
-            *("--disable-fastapi-docs", "--enable-log-outputs"),
-        ),
+        *("--disable-log-requests", "--enable-log-requests", "--disable-log-stats", "--disable-uvicorn-access-log"),
+        *("--disable-fastapi-docs", "--enable-log-outputs"),
         takes=Takes.NONE,
     ),
     idle(
         "nothing is logged of requests; -v and --log-dir are the log's",
-        *(*("--log-level", "--uvicorn-log-level", "--max-log-len"),),
+        *("--log-level", "--uvicorn-log-level", "--max-log-len"),
     ),
     idle("there is one backend", "--backend", "--attention-backend", "--attn-backend", "--device"),
     idle("rows that find no room wait or are preempted", "--scheduler-policy", "--swap-space"),
     idle(
         "graphs are made for all sizes at the start",
-        *(
-            *("--cuda-graph-sizes", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size"),
-            *("--max-seq-len-to-capture", "--compilation-config", "-cc", "--optimization-level", "-O"),
-        ),
+        *("--cuda-graph-sizes", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size"),
+        *("--max-seq-len-to-capture", "--compilation-config", "-cc", "--optimization-level", "-O"),
     ),
     idle("graphs are made for all sizes at the start", "-O0", "-O1", "-O2", "-O3", takes=Takes.NONE),
     idle("MPI starts the ranks", "--distributed-executor-backend", "--gpus-per-node", "--api-server-count", "-asc"),
@@ -186,20 +182,18 @@ FLAGS: tuple[Flag, ...] = (
     only(
         (1,),
         "layers are not split by depth: give --tensor-parallel-size as many devices",
-        *(*("--pipeline-parallel-size", "-pp", "--pp-size", "--pp"),),
+        *("--pipeline-parallel-size", "-pp", "--pp-size", "--pp"),
     ),
     only(
         (1,),
         "start one server for each, and a router before them (examples/router)",
-        *(*("--data-parallel-size", "-dp"),),
+        *("--data-parallel-size", "-dp"),
     ),
     only(
         (1,),
         "not split so: give --tensor-parallel-size as many devices",
-        *(
-            *("--context-parallel-size", "--cp-size", "--decode-context-parallel-size", "-dcp"),
-            *("--moe-cluster-parallel-size", "--cluster-size", "--nnodes"),
-        ),
+        *("--context-parallel-size", "--cp-size", "--decode-context-parallel-size", "-dcp"),
+        *("--moe-cluster-parallel-size", "--cluster-size", "--nnodes"),
     ),
     only((1,), "beam search is not supported", "--max-beam-width", "--beam-width"),
     only((0,), "weights stay on the devices", "--cpu-offload-gb"),
@@ -219,22 +213,15 @@ FLAGS: tuple[Flag, ...] = (
     refused("config.json says it: change a copy of it", "--hf-overrides", "--rope-scaling", "--rope-theta"),
     refused(
         "keys and values stay with the engine that computed them",
-        *(
-            *(
-                "--kv-transfer-config",
-                "--kv-events-config",
-                "--metadata-server-config-file",
-                "--disagg-cluster-uri",
-                "--server-role",
-            ),
-        ),
+        *("--kv-transfer-config", "--kv-events-config", "--metadata-server-config-file", "--disagg-cluster-uri"),
+        "--server-role",
     ),
     refused("Prometheus reads /metrics; there are no traces of requests", "--otlp-traces-endpoint"),
     refused("a program of yours may use AsyncLLM", "--middleware", "--logits-processors", "--tool-parser-plugin"),
     refused("a program of yours may use AsyncLLM", "--custom-tokenizer", "--custom-module-dirs"),
     refused(
         "kv_cache.max_tokens says how many tokens are held",
-        *(*("--num-gpu-blocks-override", "--kv-cache-memory-bytes", "--kv-cache-memory"),),
+        *("--num-gpu-blocks-override", "--kv-cache-memory-bytes", "--kv-cache-memory"),
     ),
     refused("the ranks are placed by target.devices, on hosts too", "--headless", takes=Takes.NONE),
     refused("not supported", "--enable-sleep-mode", "--enable-attention-dp", takes=Takes.NONE),
@@ -245,6 +232,55 @@ FLAGS: tuple[Flag, ...] = (
 """In the order of docs. --host and --uds are the same here."""
 
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+
+_KV_FIELDS = {
+    "free_gpu_memory_fraction": "kv_cache.free_memory_fraction",
+    "enable_block_reuse": "kv_cache.enable_block_reuse",
+    "max_tokens": "kv_cache.max_tokens",
+    "tokens_per_block": "kv_cache.block_size",
+}
+_IDLE_KV_FIELDS = (
+    *("host_cache_size", "event_buffer_max_size", "enable_partial_reuse", "copy_on_partial_reuse", "use_uvm"),
+    *("sink_token_length", "max_attention_window", "onboard_blocks", "secondary_offload_min_priority"),
+    *("max_gpu_total_bytes", "attention_dp_events_gather_period_ms", "cross_kv_cache_fraction"),
+    *("mamba_ssm_cache_dtype", "use_kv_cache_manager_v2"),
+)
+
+
+def _read_kv_fields(given: Any) -> Changes:
+    if not isinstance(given, dict):
+        raise click.UsageError("kv_cache_config: write fields, such as free_gpu_memory_fraction: 0.9")
+    changes: Changes = {}
+    for name, value in given.items():
+        if name == "dtype":
+            changes |= BY_NAME["--kv-cache-dtype"].change(f"kv_cache_config: {name}", value)
+        elif name in _KV_FIELDS:
+            changes |= {_KV_FIELDS[name]: value} if value is not None else {}
+        elif name not in _IDLE_KV_FIELDS:
+            known = ["dtype", *_KV_FIELDS, *_IDLE_KV_FIELDS]
+            raise click.UsageError(f"kv_cache_config: unknown field {name!r}{nearest(name, known)}")
+    return changes
+
+
+_FIELD_FLAGS = (
+    spreads(
+        "speculation, draft",
+        "speculative_config",
+        read=lambda given: {} if given is None else read_tensorrt_llm(given),
+    ),
+    spreads("kv_cache", "kv_cache_config", read=_read_kv_fields),
+    becomes("cuda_graphs", "cuda_graph_config", "use_cuda_graph", read=lambda given: None if given else False),
+    idle(
+        "the runtime decides it",
+        *("disable_overlap_scheduler", "moe_config", "print_iter_log", "enable_iter_perf_stats", "sampler_type"),
+        *("stream_interval", "torch_compile_config", "scheduler_config", "batch_wait_timeout_ms"),
+        *("batch_wait_timeout_iters", "enable_autotuner", "garbage_collection_gen0_threshold"),
+        *("perf_metrics_max_requests", "return_perf_metrics", "enable_layerwise_nvtx_marker", "allreduce_strategy"),
+        *("extended_runtime_perf_knob_config", "pytorch_backend_config", "mm_encoder_only", "env_overrides"),
+    ),
+)
+FIELDS = {name: flag for flag in _FIELD_FLAGS for name in flag.names}
+"""Of TensorRT-LLM's configuration (--extra_llm_api_options), those that are no options of its server."""
 
 
 def normal_name(name: str) -> str:

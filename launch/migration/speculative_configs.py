@@ -11,10 +11,8 @@ from typing import Any
 
 import click
 
+from launch.migration.flags import Changes, read_object, whole
 from trtrun.errors import nearest
-
-Changes = dict[str, object]
-"""Values by key of the YAML file, such as `speculation.draft_len`."""
 
 VLLM_METHODS = {
     **{name: name for name in ("ngram", "suffix", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark")},
@@ -33,24 +31,30 @@ Field = str | None | Callable[[Any], Changes]
 """The key that a field stands for, what is made of its value, or None: there is nothing to do for it."""
 
 
-def _flag(key: str, value: object, reason: str) -> Callable[[Any], Changes]:
-    """A field that changes a key where it is true. Without a key it is then refused, for the reason."""
+def _sets(key: str, value: object) -> Callable[[Any], Changes]:
+    """A field that changes a key where it is true."""
+    return lambda given: {} if given in (None, False) else {key: value}
+
+
+def _refuses(reason: str) -> Callable[[Any], Changes]:
+    """A field that is refused where it is true."""
 
     def read(given: Any) -> Changes:
         if given in (None, False):
             return {}
-        if not key:
-            raise click.UsageError(f"speculative_config: {reason}")
-        return {key: value}
+        raise click.UsageError(f"speculative_config: {reason}")
 
     return read
 
 
-def _one_of(idle: tuple[str, ...], probabilistic: str, reason: str) -> Callable[[Any], Changes]:
+def _uses_logits(value: str, reason: str, *idle: str) -> Callable[[Any], Changes]:
+    """A field by one value of which drafts are judged by their probabilities; other values, but idle ones, are
+    refused."""
+
     def read(given: Any) -> Changes:
-        if given is not None and given not in (*idle, probabilistic):
+        if given is not None and given not in (value, *idle):
             raise click.UsageError(f"speculative_config: {given}: {reason}")
-        return {"speculation.use_logits": True} if given == probabilistic else {}
+        return {"speculation.use_logits": True} if given == value else {}
 
     return read
 
@@ -68,16 +72,18 @@ _VLLM: dict[str, Field] = {
     **{f"suffix_decoding_{name}": f"speculation.suffix_decoding_{name}" for name in _SUFFIX},
     "draft_tensor_parallel_size": lambda size: {"draft.devices": size},
     "quantization": lambda kind: {"draft.quantization": kind} if kind in ("fp8", "int8") else {},
-    "parallel_drafting": _flag("speculation.parallel_drafting", "on", ""),
-    "rejection_sample_method": _one_of(("strict", "standard"), "probabilistic", _LOSSLESS),
-    "draft_sample_method": _one_of(("greedy",), "probabilistic", "greedy or probabilistic"),
-    "acceptance_method": _one_of(("rejection_sampler",), "rejection_sampler", _LOSSLESS),
-    "revision": _flag("", None, "revision: write model as org/name@revision"),
+    "parallel_drafting": _sets("speculation.parallel_drafting", "on"),
+    "rejection_sample_method": _uses_logits("probabilistic", _LOSSLESS, "strict", "standard"),
+    "draft_sample_method": _uses_logits("probabilistic", "greedy or probabilistic", "greedy"),
+    "acceptance_method": _uses_logits("rejection_sampler", _LOSSLESS),
+    "revision": _refuses("revision: write model as org/name@revision"),
     **dict.fromkeys(
-        ("enforce_eager", "max_model_len", "disable_by_batch_size", "disable_padded_drafter_batch", "code_revision")
+        (
+            *("enforce_eager", "max_model_len", "disable_by_batch_size", "disable_padded_drafter_batch"),
+            *("code_revision", "tensor_parallel_size", "use_local_argmax_reduction", "draft_load_config"),
+            *("moe_backend", "attention_backend", "disable_logprobs", "disable_mqa_scorer", "speculative_token_tree"),
+        )
     ),
-    **dict.fromkeys(("tensor_parallel_size", "use_local_argmax_reduction", "draft_load_config", "moe_backend")),
-    **dict.fromkeys(("attention_backend", "disable_logprobs", "disable_mqa_scorer", "speculative_token_tree")),
 }
 
 _TENSORRT_LLM: dict[str, Field] = {
@@ -85,25 +91,20 @@ _TENSORRT_LLM: dict[str, Field] = {
     "num_nextn_predict_layers": "speculation.draft_len",
     "speculative_model": "draft.model",
     "speculative_model_dir": "draft.model",
-    "sa_config": _flag("speculation.enable_suffix_decoding", True, ""),
+    "sa_config": _sets("speculation.enable_suffix_decoding", True),
     "medusa_choices": "speculation.medusa_choices",
     "eagle_choices": "speculation.eagle_choices",
     "dynamic_tree_max_topK": "speculation.eagle_topk",
     "eagle3_layers_to_capture": "speculation.eagle3_layers_to_capture",
-    "use_relaxed_acceptance_for_thinking": _flag("", None, f"use_relaxed_acceptance_for_thinking: {_LOSSLESS}"),
-    "posterior_threshold": _flag("", None, f"posterior_threshold: {_LOSSLESS}"),
-    **dict.fromkeys(("relaxed_topk", "relaxed_delta", "use_mtp_vanilla", "mtp_eagle_one_model", "use_dynamic_tree")),
-    **dict.fromkeys(("eagle3_one_model", "eagle3_model_arch", "num_eagle_layers", "max_non_leaves_per_layer")),
-    **dict.fromkeys(("is_keep_all", "is_use_oldest", "is_public_pool", "is_auto_heuristic", "num_medusa_heads")),
-    **dict.fromkeys(
-        ("max_concurrency", "draft_len_schedule", "max_total_draft_tokens", "load_format", "mask_token_id")
-    ),
+    "use_relaxed_acceptance_for_thinking": _refuses(f"use_relaxed_acceptance_for_thinking: {_LOSSLESS}"),
+    "posterior_threshold": _refuses(f"posterior_threshold: {_LOSSLESS}"),
     **dict.fromkeys(
         (
-            "enable_global_pool",
-            "acceptance_window",
-            "acceptance_length_threshold",
-            "allow_advanced_sampling",
+            *("relaxed_topk", "relaxed_delta", "use_mtp_vanilla", "mtp_eagle_one_model", "use_dynamic_tree"),
+            *("eagle3_one_model", "eagle3_model_arch", "num_eagle_layers", "max_non_leaves_per_layer"),
+            *("is_keep_all", "is_use_oldest", "is_public_pool", "is_auto_heuristic", "num_medusa_heads"),
+            *("max_concurrency", "draft_len_schedule", "max_total_draft_tokens", "load_format", "mask_token_id"),
+            *("enable_global_pool", "acceptance_window", "acceptance_length_threshold", "allow_advanced_sampling"),
             "greedy_sampling",
         )
     ),
@@ -112,13 +113,17 @@ _TENSORRT_LLM: dict[str, Field] = {
 _WINDOW = ("max_window_size", "max_ngram_size", "max_verification_set_size")
 
 
-def read_vllm(given: Mapping[str, Any]) -> Changes:
+def read_vllm(given: Any) -> Changes:
     """The keys that vLLM's speculative_config stands for; `draft.devices` is a number of devices.
 
+    Args:
+        given: a mapping, or its JSON.
+
     Raises:
+        ValueError: it is no mapping.
         click.UsageError: a field or method is not known, or would change texts.
     """
-    fields = dict(given)
+    fields = dict(read_object(given))
     method = fields.pop("method", None)
     if method is None and fields.get("model") in VLLM_METHODS:
         method = fields.pop("model")
@@ -130,17 +135,22 @@ def read_vllm(given: Mapping[str, Any]) -> Changes:
     return {"speculation.method": ours, **_read(fields, _VLLM)}
 
 
-def read_tensorrt_llm(given: Mapping[str, Any]) -> Changes:
+def read_tensorrt_llm(given: Any) -> Changes:
     """The keys that TensorRT-LLM's speculative_config stands for.
 
+    Args:
+        given: a mapping, or its JSON.
+
     Raises:
+        ValueError: it is no mapping, or a field is no number.
         click.UsageError: a field or decoding_type is not known, or would change texts.
     """
-    fields = dict(given)
-    kind = str(fields.pop("decoding_type", "auto")).replace("_", "").lower()
+    fields = dict(read_object(given))
+    written = str(fields.pop("decoding_type", "auto"))
+    kind = written.replace("_", "").lower()
     if kind not in TENSORRT_LLM_METHODS:
         raise click.UsageError(
-            f"speculative_config: no decoding_type {given['decoding_type']!r} here{nearest(kind, TENSORRT_LLM_METHODS)}"
+            f"speculative_config: no decoding_type {written!r} here{nearest(kind, TENSORRT_LLM_METHODS)}"
         )
     method = TENSORRT_LLM_METHODS[kind]
     changes: Changes = {} if method is None else {"speculation.method": method}
@@ -150,7 +160,7 @@ def read_tensorrt_llm(given: Mapping[str, Any]) -> Changes:
     elif window:
         raise click.UsageError(f"speculative_config: {', '.join(_WINDOW)} are of Lookahead, and go together")
     longest = fields.pop("max_matching_ngram_size", None)
-    if longest is not None and longest > 0:  # others leave it to the drafter
+    if longest is not None and whole(longest) > 0:  # others leave it to the drafter
         key = "suffix_decoding_max_tree_depth" if method == "suffix" else "prompt_lookup_max"
         changes[f"speculation.{key}"] = longest
     changes |= _read(fields, _TENSORRT_LLM)

@@ -3,7 +3,7 @@
     python scripts/dev/make_flags_docs.py
 
 It knows the page's two marks, between which the table stands, and nothing of what the options mean.
-tests/unit/commands/test_server_flags.py fails where the page has another table.
+tests/unit/migration/test_server_flags.py fails where the page has another table.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "launch.migration": (
         frozenset({"command_words"}),
         frozenset({"serving_flags"}),
-        frozenset({"flags"}),
         frozenset({"speculative_configs"}),
+        frozenset({"flags"}),
     ),
     "launch.jobs": (
         frozenset({"plan"}),

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from launch.exit_codes import FailedError
 from trtrun.api.llm import LLM
 from trtrun.core.outputs import RequestOutput
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError, one_line
-from trtrun.tokens.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Answerer(Protocol):
         """
 
 
-class TrtrunAnswerer:
+class TrtrunAnswerer(Answerer):
     """Answers by an LLM: with drafts, where it has any, and then without, which have to be the same tokens.
 
     Attributes:
@@ -70,8 +70,8 @@ class TrtrunAnswerer:
         self._llm = llm
         self._drafts = llm.config.speculation.method != "none"
 
+    @override
     def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, perplexity: bool = False) -> list[Answer]:
-        """As the protocol says."""
         wanted = 0 if perplexity else None
         sampling = SamplingParams(max_tokens=max_tokens, logprobs=wanted, prompt_logprobs=wanted)
         started = time.perf_counter()
@@ -85,7 +85,7 @@ class TrtrunAnswerer:
         return answers
 
 
-class TransformersAnswerer:
+class TransformersAnswerer(Answerer):
     """Answers by transformers' own model, one prompt at a time: nothing is padded.
 
     Attributes:
@@ -119,8 +119,8 @@ class TransformersAnswerer:
             do_sample=False, eos_token_id=self._ends or None, pad_token_id=min(self._ends, default=0)
         )
 
+    @override
     def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, perplexity: bool = False) -> list[Answer]:
-        """As the protocol says."""
         started = time.perf_counter()
         answers = [self._complete(prompt, max_tokens, perplexity) for prompt in prompts]
         self.seconds += time.perf_counter() - started
@@ -142,11 +142,6 @@ class TransformersAnswerer:
         logits = torch.cat([self._model(fed, use_cache=False).logits[0, :-1], *made.logits]).float()
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, made.sequences[0, 1:, None])[:, 0].tolist()
         return Answer(chosen, _perplexity(logprobs[: len(logprobs) - (chosen[-1] in self._ends)]))
-
-
-def decode(tokenizer: Tokenizer, answer: Answer) -> str:
-    """The text of an answer, without special tokens."""
-    return tokenizer.decode(answer.token_ids)
 
 
 def _read(output: RequestOutput) -> Answer:

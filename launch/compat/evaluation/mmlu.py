@@ -12,8 +12,10 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from typing_extensions import override
+
 from launch.cli import guarded, leave
-from launch.compat.evaluation.answers import Answer, Answerer, decode
+from launch.compat.evaluation.answers import Answer, Answerer
 from launch.compat.evaluation.mmlu_questions import (
     CATEGORIES,
     SUBCATEGORY_OF,
@@ -36,8 +38,8 @@ class Mmlu(Script):
     about = __doc__
     module = "launch.compat.evaluation.mmlu"
 
+    @override
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """As the base class says."""
         parser.add_argument("--data_dir", default="data/mmlu", help="Folder with dev and test, as MMLU's data.tar has.")
         parser.add_argument("--ntrain", type=int, default=5, help="Shots: questions with answers in front.")
         parser.add_argument("--max_input_length", type=int, help="Most tokens of a prompt.  [default: the context]")
@@ -45,16 +47,17 @@ class Mmlu(Script):
         help_ = "Percent of all answers that are to be right, with --check_accuracy."
         parser.add_argument("--accuracy_threshold", type=float, default=30, help=help_)
 
+    @override
     def check(self, arguments: argparse.Namespace, context: int) -> None:
-        """As the base class says."""
         for subject in find_subjects(Path(arguments.data_dir)):
             for split in ("dev", "test"):
                 read_questions(Path(arguments.data_dir), split, subject)
 
+    @override
     def evaluate(
         self, arguments: argparse.Namespace, answerer: Answerer, tokenizer: Tokenizer, context: int
     ) -> tuple[list[Answer], str]:
-        """As the base class says. A question that is too long even without shots counts as answered wrongly."""
+        # A question that is too long even without shots counts as answered wrongly.
         folder = Path(arguments.data_dir)
         longest = min(context - ANSWER_TOKENS, arguments.max_input_length or context)
         all_answers, marks = [], {}
@@ -69,7 +72,7 @@ class Mmlu(Script):
             all_answers += answers
             right = [False] * len(questions)
             for number, answer in zip(fitting, answers, strict=True):
-                right[number] = decode(tokenizer, answer).strip().startswith(questions[number].letter)
+                right[number] = tokenizer.decode(answer.token_ids).strip().startswith(questions[number].letter)
             marks[subject] = right
             print(f"Average accuracy {sum(right) / len(right):.3f} - {subject}", flush=True)
         if too_long:

@@ -94,7 +94,7 @@ def run(script: Script, words: Sequence[str]) -> int:
     problems, found = [], []
     context = None
     if arguments.test_trt_llm:
-        config = make_runtime_config(arguments, has_gpu(), _dtype(arguments.data_type))
+        config = make_runtime_config(arguments, has_gpu(), _dtype(arguments.data_type), script.name)
         job = Job(config, list(words), module=script.module, nests=True)
         context = job.spec.target.max_position_embeddings
 

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from typing_extensions import override
 
 from launch.cli import guarded, leave
-from launch.compat.evaluation.answers import Answer, Answerer, decode
+from launch.compat.evaluation.answers import Answer, Answerer
 from launch.compat.evaluation.script import Script, run
 from launch.compat.evaluation.summaries import TASKS, find_lines, make_prompt, read_lines, score
+from launch.exit_codes import FailedError
 from trtrun.errors import ConfigError
 from trtrun.tokens.text import Tokenizer
 
@@ -34,8 +36,8 @@ class Summarize(Script):
     module = "launch.compat.evaluation.summarize"
     libraries = ("rouge_score",)
 
+    @override
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """As the base class says."""
         parser.add_argument("--eval_task", default="summarize", choices=TASKS, help="What is asked.")
         help_ = "File of JSON lines, or a folder that has one."
         parser.add_argument("--dataset_dir", "--dataset_path", dest="dataset_dir", help=help_)
@@ -55,8 +57,8 @@ class Summarize(Script):
         help_ = "Perplexity that is not to be reached, with --check_accuracy and --eval_ppl."
         parser.add_argument("--tensorrt_llm_ppl_threshold", type=float, default=15.0, help=help_)
 
+    @override
     def check(self, arguments: argparse.Namespace, context: int) -> None:
-        """As the base class says."""
         for name in ("batch_size", "max_ite", "max_input_length", "output_len"):
             if getattr(arguments, name) < 1:
                 raise click.UsageError(f"--{name} {getattr(arguments, name)}: at least 1")
@@ -68,10 +70,10 @@ class Summarize(Script):
             )
         _read(arguments)
 
+    @override
     def evaluate(
         self, arguments: argparse.Namespace, answerer: Answerer, tokenizer: Tokenizer, context: int
     ) -> tuple[list[Answer], str]:
-        """As the base class says."""
         asks_perplexity = arguments.eval_ppl or arguments.eval_task == PERPLEXITY_TASK
         task, lines = TASKS[arguments.eval_task], _read(arguments)
         prompts, references = [], []
@@ -89,7 +91,7 @@ class Summarize(Script):
         for start in range(0, len(prompts), arguments.batch_size):
             batch = prompts[start : start + arguments.batch_size]
             answers += answerer.answer(batch, _output_len(arguments), asks_perplexity)
-        texts = [decode(tokenizer, answer) for answer in answers]
+        texts = [tokenizer.decode(answer.token_ids) for answer in answers]
         if arguments.output_dir is not None:
             _write(Path(arguments.output_dir) / OUTPUT_FILES[answerer.name], texts)
         tokens = sum(len(answer.token_ids) for answer in answers)
@@ -141,8 +143,12 @@ def _read(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _write(path: Path, texts: Sequence[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"[{place}] [Beam 0] {text}\n" for place, text in enumerate(texts)), encoding="utf-8")
+    lines = [f"[{place}] [Beam 0] {text}\n" for place, text in enumerate(texts)]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise FailedError(f"cannot write {path}: {error.strerror}") from None
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ EAGLE_OPTION = "--eagle_choices"
 DYNAMIC_OPTION = "--eagle_use_dynamic_tree"
 TOP_K_OPTION = "--eagle_dynamic_tree_max_top_k"
 LOOKAHEAD_OPTION = "--lookahead_config"
+
+_AROUND = OPENING_QUOTES + CLOSING_QUOTES + " "
+"""What web pages leave around a value."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -109,26 +113,18 @@ def parse_draft_config(text: str) -> tuple[int, list[int], list[int], bool]:
     Raises:
         click.UsageError: it is something else.
     """
-    try:
-        value = ast.literal_eval(text.strip(OPENING_QUOTES + CLOSING_QUOTES + " "))
-        draft_len, draft_devices, target_devices, use_logits = value
-        devices = [*draft_devices, *target_devices]
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        devices = None
-    fits = (
-        devices is not None
-        and type(draft_len) is int
-        and isinstance(use_logits, bool)
-        and bool(draft_devices)
-        and bool(target_devices)
-        and all(type(device) is int and device >= 0 for device in devices)
+    match _read_list(text):
+        case [draft_len, [*draft_devices], [*target_devices], bool(use_logits)] if (
+            type(draft_len) is int
+            and draft_devices
+            and target_devices
+            and all(type(device) is int and device >= 0 for device in (*draft_devices, *target_devices))
+        ):
+            return draft_len, draft_devices, target_devices, use_logits
+    raise click.UsageError(
+        f'{DRAFT_OPTION} {text!r}: write "[draft_len,[draft devices],[target devices],use_logits]", '
+        'such as "[4,[0],[1],False]"'
     )
-    if not fits:
-        raise click.UsageError(
-            f'{DRAFT_OPTION} {text!r}: write "[draft_len,[draft devices],[target devices],use_logits]", '
-            'such as "[4,[0],[1],False]"'
-        )
-    return draft_len, list(draft_devices), list(target_devices), use_logits
 
 
 def parse_choices(text: str, option: str) -> object:
@@ -137,8 +133,12 @@ def parse_choices(text: str, option: str) -> object:
     Raises:
         click.UsageError: it is something else.
     """
-    text = text.strip(OPENING_QUOTES + CLOSING_QUOTES + " ")
-    return text if text.isidentifier() else _parse_list(option, text, _CHOICES)
+    name = text.strip(_AROUND)
+    value = name if name.isidentifier() else _read_list(text)
+    if value is None:
+        expected = 'paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
+        raise click.UsageError(f"{option} {shorten(name)}: write {expected}")
+    return value
 
 
 def parse_lookahead_config(text: str) -> object:
@@ -148,30 +148,40 @@ def parse_lookahead_config(text: str) -> object:
     Raises:
         click.UsageError: it is no list.
     """
-    return _parse_list(LOOKAHEAD_OPTION, text.strip(OPENING_QUOTES + CLOSING_QUOTES + " "), _SIZES)
-
-
-_CHOICES = 'paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
-_SIZES = 'window size, n-gram size and verification set size, such as "[7,7,7]"'
-
-
-def _parse_list(option: str, text: str, expected: str) -> object:
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = None
-    if not isinstance(value, list | tuple):
-        raise click.UsageError(f"{option} {shorten(text)}: write {expected}")
+    value = _read_list(text)
+    if value is None:
+        expected = 'window size, n-gram size and verification set size, such as "[7,7,7]"'
+        raise click.UsageError(f"{LOOKAHEAD_OPTION} {shorten(text.strip(_AROUND))}: write {expected}")
     return value
 
 
-def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool, dtype: str = "auto") -> RuntimeConfig:
-    """The configuration that the options stand for; device numbers are CPU slots where there is no GPU, which kind
-    of EAGLE head drafts its files say, and how many devices a target has that no option counts its engine. `dtype` is
-    the models', as in the YAML file."""
+def _read_list(text: str) -> Sequence[Any] | None:
+    """A list or tuple of literals; None where the text is something else."""
+    try:
+        value = ast.literal_eval(text.strip(_AROUND))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return value if isinstance(value, list | tuple) else None
+
+
+def make_runtime_config(
+    arguments: argparse.Namespace, has_gpu: bool, dtype: str = "auto", script: str = "run.py"
+) -> RuntimeConfig:
+    """The configuration that the options stand for.
+
+    Args:
+        arguments: of `add_engine_options`, and `engine_dir`. Which kind of EAGLE head drafts its files say, and how
+            many devices a target has that no option counts its engine.
+        has_gpu: whether device numbers are GPUs; else they are CPU slots.
+        dtype: of the models, as in the YAML file.
+        script: for messages.
+
+    Raises:
+        TrtrunError: an option's value is wrong, or a model is not there.
+    """
     draft_len, draft_devices, use_logits = 4, [0], False
     models = {"target": {"model": arguments.engine_dir}, "draft": {"model": arguments.draft_engine_dir}}
-    engines = find_engines(models, None, "run.py")
+    engines = find_engines(models, None, script)
     target_devices = list(range(engines["target"].tp_size if "target" in engines else 1))
     if arguments.draft_target_model_config is not None:
         draft_len, draft_devices, target_devices, use_logits = parse_draft_config(arguments.draft_target_model_config)
@@ -211,7 +221,7 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool, dtype: str
         values["tokenizer"] = arguments.tokenizer_dir
     if arguments.kv_cache_free_gpu_memory_fraction is not None:
         values["kv_cache"]["free_memory_fraction"] = arguments.kv_cache_free_gpu_memory_fraction
-    return make_config(values, where="run.py")
+    return make_config(values, where=script)
 
 
 def _fit_devices(devices: list[int], engine: EngineDescription | None) -> list[int]:

@@ -27,6 +27,7 @@ from trtrun.errors import ConfigError, shorten_path
 
 TARGET, DRAFT, TOKENIZER = "tensorrt_llm", "tensorrt_llm_draft", "preprocessing"
 ENGINE = "gpt_model_path"
+PORTS = ("http_port", "grpc_port", "metrics_port")
 IDLE = ("world_size", "tritonserver", "tensorrt_llm_model_name", "multimodal_gpu0_cuda_mem_pool_bytes")
 IDLE_FLAGS = ("multi-model", "disable-spawn-processes", "oversubscribe", "force")
 PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"$]*)"')
@@ -41,7 +42,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """
     parser = LenientParser(prog="launch_triton_server.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model_repo", "--model-repository", dest="model_repo", required=True, help="With its models.")
-    for name in ("http_port", "grpc_port", "metrics_port"):
+    for name in PORTS:
         parser.add_argument(f"--{name}", type=int, help="As in the YAML file.")
     parser.add_argument("--log", action="store_true", help="Write what the server says to --log-file.")
     parser.add_argument("--log-file", default="triton_log.txt", help="Where --log writes.")
@@ -129,15 +130,12 @@ def run(words: Sequence[str]) -> int:
         file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise click.UsageError(f"{file} cannot be written: {error.strerror}") from None
-    line = f"launch_triton_server.py: trtrun serve --config {file}"
-    print(line, file=sys.stderr, flush=True)
+    print(f"launch_triton_server.py: trtrun serve --config {file}", file=sys.stderr, flush=True)
     if arguments.log:
         with open(arguments.log_file, "wb") as log:
             os.dup2(log.fileno(), sys.stderr.fileno())
-    ports = [
-        (f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in ("http_port", "grpc_port", "metrics_port")
-    ]
-    given = [word for option, port in ports if port is not None for word in (option, str(port))]
+    ports = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in PORTS}
+    given = [word for option, port in ports.items() if port is not None for word in (option, str(port))]
     paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     words = [sys.executable, "-m", "launch.cli", "serve", "--config", str(file), *given]
     os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})

@@ -33,12 +33,12 @@ def render_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = 
     for name, value in values.items():
         lines += comment_lines(told.get(name, ""))
         if not isinstance(value, Mapping) or not value:
-            lines.append(f"{_flow(name)}: {_flow(value)}")
+            lines.append(f"{flow(name)}: {flow(value)}")
             continue
-        lines.append(f"{_flow(name)}:")
+        lines.append(f"{flow(name)}:")
         for key, inner in value.items():
             lines += comment_lines(told.get(f"{name}.{key}", ""), "  ")
-            lines.append(f"  {_flow(key)}: {_flow(inner)}")
+            lines.append(f"  {flow(key)}: {flow(inner)}")
     return "\n".join(lines) + "\n"
 
 
@@ -80,7 +80,7 @@ def comment_lines(text: str, indent: str = "") -> Iterator[str]:
         yield f"{indent}# {line}"
 
 
-def _flow(value: object) -> str:
-    """A value in one line."""
+def flow(value: object) -> str:
+    """A value in one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=sys.maxsize, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -169,17 +169,12 @@ def main() -> None:
         client: ask(url, model, tokenizer, client, tasks=tasks)
         for client, tasks in (("local-completions", [*TASKS]), ("local-chat-completions", ["line_end_text"]))
     }
-    answers = [
-        (file.parts[0], line["doc_id"], line["filtered_resps"])
-        for file in sorted(Path().rglob("samples_*.jsonl"))
-        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    ]
+    answers = [(client, *found) for client in scores for found in samples(client)]
     told = {
-        f"{client} {task} {metric}": value
+        f"{client} {name}": value
         for client, tasks in scores.items()
-        for task, metrics in tasks.items()
-        for metric, value in metrics.items()
-        if isinstance(value, float) and "stderr" not in metric
+        for name, value in numbers(tasks).items()
+        if "stderr" not in name
     }
     digest = hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:16]
     print(json.dumps({"items": NUM_ITEMS, "answers": len(answers), "digest": digest, "scores": told}))

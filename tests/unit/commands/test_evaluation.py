@@ -12,10 +12,11 @@ import pytest
 from launch.compat.evaluation.answers import Answer
 from launch.compat.evaluation.mmlu import Mmlu, make_prompt
 from launch.compat.evaluation.mmlu_questions import CATEGORIES, SUBJECTS, read_questions
-from launch.compat.evaluation.script import Script, parse_arguments
+from launch.compat.evaluation.script import Script, parse_arguments, run
 from launch.compat.evaluation.summaries import TASKS, find_lines, read_lines
 from launch.compat.evaluation.summaries import make_prompt as make_summary_prompt
 from launch.compat.evaluation.summarize import Summarize
+from launch.exit_codes import FailedError
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.errors import ConfigError
 from trtrun.tokens.text import Tokenizer, read_tokenizer
@@ -127,6 +128,12 @@ def test_what_is_not_supported_is_said(script: Script, words: str, message: str)
     assert message in raised.value.format_message()
 
 
+def test_a_wrong_configuration_is_said_with_the_scripts_name() -> None:
+    words = "--engine_dir asset:target --test_trt_llm --data_type fp99"
+    with pytest.raises(ConfigError, match=r"^mmlu\.py: target\.dtype: must be"):
+        run(Mmlu(), words.split())
+
+
 def test_data_that_is_missing_or_wrong_is_said(questions: Path, tmp_path: Path) -> None:
     (questions / "test" / "virology_test.csv").write_text("question,1,2,3,4\n", encoding="utf-8")
     arguments = parse_arguments(Mmlu(), ["--engine_dir", "x", "--test_trt_llm", "--data_dir", str(questions)])
@@ -174,6 +181,10 @@ def test_scores_below_their_thresholds_are_said(
     assert "  rouge1: 75.0\n  rouge2: 33.33333333333333\n  rougeL: 75.0\n" in out
     assert "  Per-token perplexity: 3.5\n" in out
     assert (tmp_path / "out" / "trtllm.out").read_text(encoding="utf-8") == f"[0] [Beam 0] {text}\n"
+    arguments.output_dir = str(lines)
+    with pytest.raises(FailedError, match=r"cannot write .*trtllm\.out"):
+        Summarize().evaluate(arguments, SameAnswer(tokenizer.encode(text), 3.5), tokenizer, 1024)
+    arguments.output_dir = None
     _, missed = Summarize().evaluate(arguments, SameAnswer(tokenizer.encode("x"), 15.5), tokenizer, 1024)
     assert (
         missed

@@ -19,6 +19,7 @@ from launch.migration.speculative_configs import read_tensorrt_llm, read_vllm
 from scripts.dev.make_flags_docs import PAGE, replace_table
 from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.configuration.process_sections import Section
+from trtrun.errors import ConfigError
 
 PAIR = {"method": "draft_model", "model": "asset:draft", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1}
 
@@ -68,8 +69,9 @@ def test_a_command_line_of_vllm(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_fields_of_a_speculative_config_may_stand_apart(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["asset:target", "--speculative_config.method", "ngram", "--speculative-config.num_speculative_tokens=3"]
-    values, _ = served(capsys, "--model", *words, "-O3")
+    values, _ = served(capsys, "--model", *words, "-O3", "--served-model-name", "[mine")
     assert values["speculation"] == {"method": "ngram", "draft_len": 3} and "draft" not in values
+    assert values["server"] == {"model_name": "[mine"}
 
 
 def test_a_command_line_of_trtllm_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -112,6 +114,7 @@ def test_a_command_line_of_trtllm_serve(capsys: pytest.CaptureFixture[str], tmp_
         (("--speculative-config", '{"method": "eagle4"}'), r"no method 'eagle4' here \(did you mean 'eagle"),
         (("--speculative-config", '{"modle": "x"}'), r"unknown field 'modle' \(did you mean 'model'"),
         (("--extra_llm_api_options", "nowhere.yaml"), "cannot read nowhere.yaml"),
+        (("--lora-modules", '{"name": "a"}'), "write name=directory"),
         (("--max-num-sequences", "3"), "No such option"),
     ],
 )
@@ -119,6 +122,24 @@ def test_what_is_refused_says_what_to_do(words: tuple[str, ...], said: str) -> N
     with pytest.raises(click.UsageError, match=said) as refused:
         cli.main(["serve", "asset:target", *words], standalone_mode=False)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("speculative_config: ngram", "^speculative_config ngram: write an object"),
+        ("speculative_config: {max_matching_ngram_size: two}", "write a whole number"),
+        ("kv_cache_config: {max_tokens: 2026-01-01}", "kv_cache.max_tokens"),
+        ("kv_cache_confi: {}", "did you mean 'kv_cache_config'"),
+        ("[" * 60, "more than 50 levels"),
+        ("- max_batch_size", "write fields, such as max_batch_size: 8"),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_tensorrt_llms_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises((click.UsageError, ConfigError), match=said):
+        cli.main(["serve", "asset:target", "--extra_llm_api_options", str(file)], standalone_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import yaml
 
 from launch.cli import guarded, leave
 from launch.commands.common import load
@@ -28,19 +28,22 @@ from launch.compat.tensorrt_llm.bench.dataset import (
     read_dataset,
     uniform_lengths,
 )
+from launch.compat.tensorrt_llm.bench.load import Demand, Prompts, Record, play_load
+from launch.compat.tensorrt_llm.bench.report import Run, describe, make_report, request_rows
 from launch.exit_codes import ExitCode, FailedError
-from launch.jobs.mpi.job import Job
-from launch.migration.command_words import Reading
+from launch.jobs.mpi.job import Job, finish_mpi
+from launch.jobs.terminal import Bar
+from launch.migration.command_words import Reading, read_fields
+from launch.migration.flags import Takes
 from launch.migration.serving_flags import BY_NAME, normal_name
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.configuration.config import make_config
+from trtrun.configuration.model_paths import find_model
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError
 from trtrun.loading.model_settings import target_context
-from trtrun.start.job_spec import JobSpec
+from trtrun.models.config import read_model_config
 
 if TYPE_CHECKING:
-    from launch.compat.tensorrt_llm.bench.load import Record
     from trtrun.api.llm import LLM
 
 MODULE = "launch.compat.tensorrt_llm.bench.command_line"
@@ -48,15 +51,15 @@ SCRIPT = "trtllm_bench.py"
 SERVER_OPTIONS = (
     *("--backend", "--max_batch_size", "--max_num_tokens", "--max_seq_len", "--beam_width"),
     *("--kv_cache_free_gpu_mem_fraction", "--tp", "--pp", "--ep", "--cluster_size"),
+    *("--scheduler_policy", "--enable_chunked_context"),
 )
 """Options that servers have as well."""
 
 IDLE = {
     "workspace": "nothing is built",
-    "target_input_len": "rows are not tuned by it",
     "log_level": "results are printed",
+    **dict.fromkeys(("target_input_len", "target_output_len"), "rows are not tuned by it"),
 }
-IDLE["target_output_len"] = IDLE["target_input_len"]
 FILES = ("report_json", "output_json", "request_json", "iteration_log")
 """Options that name a file to write."""
 
@@ -72,8 +75,7 @@ class Options:
         dataset: file of the requests.
         num_requests: so many of them at most; 0 is all.
         warmup: requests before the clock starts.
-        concurrency: requests in work at once; 0 or less is no limit.
-        request_rate: requests a second; 0 or less is all at once.
+        demand: how requests come.
         sampling: of all requests.
         streaming: whether times between tokens are reported.
         files: where results go, by the names in FILES.
@@ -83,8 +85,7 @@ class Options:
     dataset: Path
     num_requests: int
     warmup: int
-    concurrency: int
-    request_rate: float
+    demand: Demand
     sampling: SamplingParams
     streaming: bool
     files: Mapping[str, Path]
@@ -97,11 +98,9 @@ def _with_options(command: Command) -> Command:
         click.option("--dataset", type=path, required=True, help="Requests, as prepare-dataset writes them."),
         click.option("--num_requests", type=int, default=0, help="So many of them at most.  [default: all]"),
         click.option("--warmup", type=int, default=2, show_default=True, help="Requests before the clock starts."),
-        *(click.option(name, metavar="VALUE", help=_help_of(name)) for name in SERVER_OPTIONS),
+        *map(_server_option, SERVER_OPTIONS),
         click.option("--config", "--extra_llm_api_options", "api_options", type=path, help="YAML of the LLM API."),
         click.option("--sampler_options", type=path, help="YAML of sampling parameters.  [default: greedy]"),
-        click.option("--scheduler_policy", metavar="VALUE", help="Nothing to do: rows wait or are preempted."),
-        click.option("--enable_chunked_context", is_flag=True, help="Nothing to do: always so."),
         *(click.option(f"--{name}", type=path, help="File to write.") for name in ("report_json", "iteration_log")),
         click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file."),
     ]
@@ -110,9 +109,12 @@ def _with_options(command: Command) -> Command:
     return command
 
 
-def _help_of(name: str) -> str:
+def _server_option(name: str) -> Callable[[Command], Command]:
     flag = BY_NAME[normal_name(name)]
-    return f"Sets {flag.here}." if flag.here else f"Nothing to do, else refused: {flag.says}."
+    does = f"Sets {flag.here}" if flag.here else f"Nothing to do{', else refused' * flag.refuses}: {flag.says}"
+    if flag.takes is Takes.NONE:
+        return click.option(name, is_flag=True, default=None, help=f"{does}.")
+    return click.option(name, metavar="VALUE", help=f"{does}.")
 
 
 @click.group()
@@ -196,8 +198,7 @@ def token_unif_dist(group: Mapping[str, Any], /, num_requests: int, **given: int
 
 def _write_dataset(group: Mapping[str, Any], inputs: Sequence[int], outputs: Sequence[int]) -> int:
     directory = group["tokenizer"] or group["model_path"] or group["model"]
-    values = {"target": {"model": directory, "devices": ["cpu:0"]}, "speculation": {"method": "none"}}
-    model = JobSpec(make_config(values, Path.cwd(), SCRIPT)).target
+    model = read_model_config(find_model(Path(directory), None, SCRIPT))
     lengths = list(zip(inputs, outputs, strict=True))
     text = as_lines(random_requests(lengths, model.vocab_size, model.eos_token_ids, group["random_seed"]))
     if group["stdout"]:
@@ -213,8 +214,8 @@ def _measure(given: Mapping[str, Any]) -> int:
     chosen = [word for change in settled.chosen for word in ("--set", change)]
     job = Job(load(settled.path, settled.overrides, None), [*sys.argv[1:], *chosen], module=MODULE, nests=True)
     options = Options(
-        *(given["model"], given["dataset"], given["num_requests"], given["warmup"], given["concurrency"]),
-        *(given.get("request_rate", -1.0), _read_sampling(given), given["streaming"]),
+        *(given["model"], given["dataset"], given["num_requests"], given["warmup"]),
+        *(Demand(given["concurrency"], given.get("request_rate", -1.0)), _read_sampling(given), given["streaming"]),
         {name: given[name] for name in FILES if given.get(name) is not None},
     )
     requests: list[BenchRequest] = []
@@ -265,12 +266,7 @@ def _settle(given: Mapping[str, Any]) -> Settled:
 def _read_sampling(given: Mapping[str, Any]) -> SamplingParams:
     """How all requests are sampled: to their last token, whatever the model says."""
     path: Path | None = given["sampler_options"]
-    try:
-        values = {} if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--sampler_options: cannot read {path}: {str(error).splitlines()[0]}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"--sampler_options: {path} needs parameters, such as temperature: 0.8")
+    values = {} if path is None else read_fields(path, "temperature: 0.8")
     ends = [given["eos_id"]] if given.get("eos_id", -1) >= 0 else []
     return SamplingParams.from_mapping({"temperature": 0.0, **values, "ignore_eos": True, "stop_token_ids": ends})
 
@@ -282,14 +278,11 @@ def _as_keys(changes: Mapping[str, object]) -> list[str]:
 def _play(job: Job, options: Options, requests: Sequence[BenchRequest]) -> int:
     """This rank's part: worker ranks serve inside `load_llm`, rank 0 goes on with the requests."""
     from launch.batch.run import load_llm
-    from launch.compat.tensorrt_llm.bench.report import Run, describe, make_report
-    from launch.jobs.mpi.job import finish_mpi
 
     with load_llm(job.spec) as llm:
         prompts = _encode(job, llm, options, requests)
         records = _run(llm, options, prompts)
-    wanted = [(len(tokens), sampling.max_tokens) for tokens, sampling in prompts]
-    report = make_report(Run(job.spec, options.model, options.dataset, wanted, records, options.streaming))
+    report = make_report(Run(job.spec, options.model, options.dataset, records, options.streaming))
     _write_results(options, report, records)
     print(describe(report))
     print(json.dumps(report), flush=True)
@@ -297,9 +290,7 @@ def _play(job: Job, options: Options, requests: Sequence[BenchRequest]) -> int:
     return ExitCode.DONE
 
 
-def _encode(
-    job: Job, llm: LLM, options: Options, requests: Sequence[BenchRequest]
-) -> list[tuple[Sequence[int], SamplingParams]]:
+def _encode(job: Job, llm: LLM, options: Options, requests: Sequence[BenchRequest]) -> Prompts:
     """Each request's tokens, before the clock starts, and its sampling."""
     prompts: list[tuple[Sequence[int], SamplingParams]] = []
     for request in requests:
@@ -323,31 +314,17 @@ def _check_length(job: Job, request: BenchRequest, num_tokens: int) -> None:
         )
 
 
-def _run(llm: LLM, options: Options, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Record]:
+def _run(llm: LLM, options: Options, prompts: Prompts) -> list[Record]:
     """Warm up, and run what is measured."""
-    from launch.compat.tensorrt_llm.bench.load import Demand, play_load
-    from launch.jobs.terminal import Bar
-
     warming = [prompts[number % len(prompts)] for number in range(options.warmup)]
-    play_load(llm.engine, warming, Demand(options.concurrency), lambda _: None)
+    play_load(llm.engine, warming, replace(options.demand, request_rate=-1.0), lambda _: None)
     llm.reset_statistics()
-    log = options.files.get("iteration_log")
-    demand = Demand(options.concurrency, options.request_rate)
-    with Bar("requests") as bar:
-        told = partial(_tell, bar, len(prompts))
-        if log is None:
-            return play_load(llm.engine, prompts, demand, told)
-        with log.open("w", encoding="utf-8") as file:
-            return play_load(llm.engine, prompts, demand, told, file)
-
-
-def _tell(bar: Any, total: int, done: int) -> None:
-    bar.update(done, total)
+    path = options.files.get("iteration_log")
+    with Bar("requests") as bar, nullcontext() if path is None else path.open("w", encoding="utf-8") as log:
+        return play_load(llm.engine, prompts, options.demand, lambda done: bar.update(done, len(prompts)), log)
 
 
 def _write_results(options: Options, report: Mapping[str, Any], records: Sequence[Record]) -> None:
-    from launch.compat.tensorrt_llm.bench.report import request_rows
-
     made = {
         "report_json": report,
         "output_json": {str(record.number): record.text for record in records},

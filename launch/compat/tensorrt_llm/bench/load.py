@@ -10,13 +10,18 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from launch.exit_codes import FailedError
-from trtrun.api.llm_engine import LLMEngine
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from trtrun.api.llm_engine import LLMEngine
+
+Prompts = Sequence[tuple[Sequence[int], SamplingParams]]
+"""Token ids of each, and its sampling."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Record:
     Attributes:
         number: of the request, in the dataset's order.
         num_input_tokens: of its prompt.
+        num_wanted_tokens: that it may generate.
         started: when it was given to the engine.
         tokens: that were generated.
         text: of these.
@@ -47,6 +53,7 @@ class Record:
 
     number: int
     num_input_tokens: int
+    num_wanted_tokens: int
     started: float
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -78,9 +85,6 @@ class Record:
         return max(1, len(self.tokens) - self.statistics.num_accepted_draft_tokens)
 
 
-Prompts = Sequence[tuple[Sequence[int], SamplingParams]]
-
-
 def play_load(
     engine: LLMEngine, prompts: Prompts, demand: Demand, on_end: Callable[[int], None], log: TextIO | None = None
 ) -> list[Record]:
@@ -107,7 +111,7 @@ def play_load(
         due = _count_due(len(prompts), demand, time.perf_counter() - begun, num_ended)
         for number in range(len(records), due):
             tokens, sampling = prompts[number]
-            records[number] = Record(number, len(tokens), time.perf_counter())
+            records[number] = Record(number, len(tokens), sampling.max_tokens, time.perf_counter())
             engine.add_request(list(tokens), sampling, number)
         active = len(records) - num_ended
         if not active:  # the next one has a time to come at

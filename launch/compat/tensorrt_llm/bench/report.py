@@ -6,13 +6,12 @@ configuration, and runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-import torch
 
 from launch.compat.tensorrt_llm.bench.load import Record
 from trtrun import __version__
@@ -45,7 +44,6 @@ class Run:
         spec: of the job.
         model: as --model has it.
         dataset: the file of the requests.
-        wanted: tokens of prompt and output of each request.
         records: how each went.
         streaming: whether times between tokens are asked for.
     """
@@ -53,7 +51,6 @@ class Run:
     spec: JobSpec
     model: str
     dataset: Path
-    wanted: Sequence[tuple[int, int]]
     records: Sequence[Record]
     streaming: bool
 
@@ -106,6 +103,8 @@ def _engine(run: Run) -> dict[str, Any]:
 
 def _machine(spec: JobSpec) -> dict[str, Any] | None:
     """The GPU of the target's first rank, where this process is on its host."""
+    import torch
+
     if not str(spec.config.target.devices[0]).rpartition("/")[2].startswith("cuda") or not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
@@ -188,19 +187,18 @@ def _decoding(run: Run) -> dict[str, Any]:
 
 
 def _dataset(run: Run) -> dict[str, Any]:
-    lengths: dict[str, Callable[[tuple[int, int]], int]] = {
-        "isl": lambda pair: pair[0],
-        "osl": lambda pair: pair[1],
-        "seq_len": lambda pair: pair[0] + pair[1],
-    }
-    found = {name: percentiles(map(read, run.wanted)) for name, read in lengths.items()}
-    names = {"isl": "isl", "osl": "osl", "seq_len": "sequence_length"}
+    isl = [record.num_input_tokens for record in run.records]
+    osl = [record.num_wanted_tokens for record in run.records]
+    lengths = {"isl": isl, "osl": osl, "sequence_length": [*map(sum, zip(isl, osl, strict=True))]}
+    found = {name: percentiles(values) for name, values in lengths.items()}
     return {
-        **{f"{name}_stats": each for name, each in found.items()},
-        "num_requests": len(run.wanted),
+        "isl_stats": found["isl"],
+        "osl_stats": found["osl"],
+        "seq_len_stats": found["sequence_length"],
+        "num_requests": len(run.records),
         "dataset_path": str(run.dataset),
-        **{f"max_{word}": int(found[name]["maximum"]) for name, word in names.items()},
-        **{f"avg_{word}": int(found[name]["average"]) for name, word in names.items()},
+        **{f"max_{name}": int(each["maximum"]) for name, each in found.items()},
+        **{f"avg_{name}": int(each["average"]) for name, each in found.items()},
     }
 
 
@@ -213,10 +211,7 @@ def _acceptance(run: Run) -> dict[str, Any] | None:
     drafted = sum(each.num_draft_tokens for each in found)
     accepted = sum(each.num_accepted_draft_tokens for each in found)
     rounds = sum(record.num_rounds for record in run.records)
-    histogram = [0] * max((len(each.acceptance_histogram) for each in found), default=0)
-    for each in found:
-        for place, count in enumerate(each.acceptance_histogram):
-            histogram[place] += count
+    histograms = [each.acceptance_histogram for each in found]
     return {
         "method": config.speculation.method,
         "draft_len": config.draft_len,
@@ -226,7 +221,7 @@ def _acceptance(run: Run) -> dict[str, Any] | None:
         "num_accepted_draft_tokens": accepted,
         "acceptance_rate": accepted / drafted if drafted else None,
         "mean_acceptance_length": sum(len(record.tokens) for record in run.records) / rounds,
-        "rounds_by_accepted_tokens": histogram,
+        "rounds_by_accepted_tokens": [*map(sum, zip_longest(*histograms, fillvalue=0))],
     }
 
 
