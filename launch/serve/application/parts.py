@@ -24,10 +24,9 @@ from launch.serve.application.facts import make_facts, model_name
 from launch.serve.application.request_parser import RequestParser
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.batches.api import BatchApi
-from launch.serve.batches.jobs import RowAnswerer
+from launch.serve.batches.jobs import RowAnswerer, RowTurns
 from launch.serve.batches.runner import BatchRunner
 from launch.serve.batches.store import BatchStore, prepare_directory
-from launch.serve.batches.turns import RowTurns
 from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
