@@ -194,8 +194,7 @@ class AdmissionControl:
 
 class Ticket:
     """A request's place among those admitted, from `enter` until `leave`, and those of its completions, each until it
-    has
-    ended: an answer that is not read yet takes no place of those that are worked for."""
+    has ended: an answer that is not read yet takes no place of those that are worked for."""
 
     def __init__(self, admission: AdmissionControl, num_completions: int, owner: Owner) -> None:
         self._admission = admission
