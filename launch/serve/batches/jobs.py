@@ -1,5 +1,5 @@
-"""One batch that is run: its rows that are not done are answered, each becomes a line on disk, and those that never ran
-are told at the end.
+"""One batch that is run: its rows that are not done are answered in their turn, each becomes a line on disk, and those
+that never ran are told at the end.
 
 It does not know which batches there are, or when one is over.
 """
