@@ -17,6 +17,7 @@ from launch.serve.admission.refusals import HTTP_STATUS, Refusal
 from launch.serve.api.openai.api import ROW_ENDPOINTS
 from launch.serve.batches.records import LineError
 from trtrun.core.values import cut_text, show_value
+from trtrun.errors import InvalidRequestError
 from trtrun.files import read_lines
 
 MOST_ROWS = 50_000
@@ -32,7 +33,7 @@ OUTPUT, ERRORS = "output", "error"
 """The kinds of a batch's files."""
 
 
-class RowError(Exception):
+class RowError(InvalidRequestError):
     """What is wrong with a row.
 
     Attributes:
