@@ -77,16 +77,15 @@ def model_name(config: RuntimeConfig) -> str:
 
 
 def make_facts(
-    spec: JobSpec, name: str, tokenizer: Tokenizer | None, template: ChatTemplate | None, tokenizer_hash: str = ""
+    spec: JobSpec, tokenizer: Tokenizer | None, template: ChatTemplate | None, tokenizer_hash: str = ""
 ) -> Facts:
     """What reading requests takes of a model.
 
     Args:
         spec: of the model.
-        name: what clients call it.
         tokenizer: None where there is none.
         template: of chats; None where there is none.
-        tokenizer_hash: see Facts.
+        tokenizer_hash: of its files, which a parser worker compares with what it reads; empty where there is none.
 
     Raises:
         TrtrunError: what the model says of sampling is wrong, or there is no parser of a name that the section has.
@@ -101,7 +100,7 @@ def make_facts(
         tool_template=None if template is None else template.tool_source,
         tool_format=tool_format,
         reasoning_format=reasoning_format,
-        model_name=name,
+        model_name=model_name(config),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         draft_len=config.draft_len,

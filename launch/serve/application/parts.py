@@ -86,7 +86,7 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     metrics = FrontendMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
     _say_unseen_tools(section, template)
-    facts = make_facts(spec, name, tokenizer, template, tokenizer_hash)
+    facts = make_facts(spec, tokenizer, template, tokenizer_hash)
     # What the event loop parses itself is no chat: no template is compiled there.
     in_loop = RequestParser(msgspec.structs.replace(facts, template=None, tool_template=None), tokenizer)
     parsers = Parsers(facts, section.max_body_bytes, in_loop)
