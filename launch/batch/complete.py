@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from launch.batch.input import InputRows
@@ -22,7 +22,6 @@ from launch.jobs.terminal import Bar
 from trtrun.api.interrupts import listening
 from trtrun.api.prompts import Prompt
 from trtrun.chats.chat import Chat
-from trtrun.core.outputs import RequestOutput
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import cut_text
 from trtrun.errors import InvalidRequestError
@@ -179,12 +178,17 @@ def _complete(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callab
     pending = rows.read(lambda index: index not in writer.done)
     num_pending = len(rows) - writer.num_done_before
     in_flight: dict[int, tuple[PromptRow, AskedRow | None]] = {}
-    batch_rows = _BatchRows(llm)
+
+    @cache
+    def row_service() -> RowService:
+        from launch.serve.application.batch_rows import RowService  # most runs do without what it takes
+
+        return RowService(JobSpec(llm.config), llm.tokenizer, llm.engine.scheduler.limits)
 
     def prompts() -> Iterator[tuple[Prompt | Chat, SamplingParams]]:
         number = 0
         for row in pending:
-            asked = batch_rows.read(row) if row.batch_row is not None else None
+            asked = None if row.batch_row is None else row_service().read(row.batch_row)
             if isinstance(asked, Mapping):
                 writer.write(row.index, batch_output_row(row, asked))
                 outcome.refuse(row, asked["response"]["body"]["error"]["message"])
@@ -203,8 +207,10 @@ def _complete(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callab
             bar.update(0, num_pending)
         for result in llm.generate_as_completed(prompts(), seconds_left):
             row, asked = in_flight.pop(result.index)
-            written = output_row(row, result) if asked is None else batch_rows.answer(row, asked, result)
-            writer.write(row.index, written)
+            if asked is None:
+                writer.write(row.index, output_row(row, result))
+            else:
+                writer.write(row.index, batch_output_row(row, row_service().answer(asked, result)))
             if result.error is not None:
                 outcome.refused.add(row, result.error)
             outcome.num_settled += 1
@@ -218,25 +224,3 @@ def _complete(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callab
     if not outcome.num_left:
         writer.finish()
     return outcome
-
-
-class _BatchRows:
-    """Reads and answers rows of batches; what that takes is made for the first one."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-
-    @cached_property
-    def _service(self) -> RowService:
-        from launch.serve.application.batch_rows import RowService
-
-        return RowService(JobSpec(self._llm.config), self._llm.tokenizer, self._llm.engine.scheduler.limits)
-
-    def read(self, row: PromptRow) -> AskedRow | Mapping[str, Any]:
-        """What a row asks for; or the answer that refuses it."""
-        assert row.batch_row is not None
-        return self._service.read(row.batch_row)
-
-    def answer(self, row: PromptRow, asked: AskedRow, output: RequestOutput) -> dict[str, object]:
-        """The output row of a row that was completed, or that the engine has refused."""
-        return batch_output_row(row, self._service.answer(asked, output))

@@ -19,6 +19,7 @@ from launch.batch.options import Part, SampledShare
 from launch.batch.rows import LONGEST_LINE, PromptRow, is_blank, read_line, read_prompt
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError
+from trtrun.files import read_lines
 
 _FOREIGN_STARTS = {
     b"\x1f\x8b": "is compressed (gzip): unpack it first",
@@ -29,14 +30,6 @@ _FOREIGN_STARTS = {
     b"\xff\xfe": "is UTF-16 text: write it as UTF-8",
     b"\xfe\xff": "is UTF-16 text: write it as UTF-8",
 }
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file, each with its line end; of one that is too long only the beginning."""
-    while line := file.readline(LONGEST_LINE + 1):
-        yield line
-        while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
-            line = file.readline(LONGEST_LINE + 1)  # the rest of it, piece by piece
 
 
 class InputRows:
@@ -92,7 +85,7 @@ class InputRows:
         if self._file is None:
             return len(self._prompts)
         with self._open(self._file) as file:
-            return len(self._prompts) + sum(not is_blank(line) for line in _lines(file))
+            return len(self._prompts) + sum(not is_blank(line) for line in read_lines(file, LONGEST_LINE))
 
     def of_part(self, part: Part | None) -> InputRows:
         """This input, read in another part."""
@@ -126,7 +119,7 @@ class InputRows:
             return
         index = len(self._prompts)
         with self._open(self._file) as file:
-            for number, line in enumerate(_lines(file), start=1):
+            for number, line in enumerate(read_lines(file, LONGEST_LINE), start=1):
                 if is_blank(line):
                     continue
                 if index in indexes and is_wanted(index):
@@ -149,7 +142,7 @@ class InputRows:
                 if start.startswith(magic):
                     raise ConfigError(f"the prompts file {path} {problem}")
             file.seek(0)
-            if all(is_blank(line) for line in _lines(file)):
+            if all(is_blank(line) for line in read_lines(file, LONGEST_LINE)):
                 raise ConfigError(f'the prompts file {path} has no rows: write one {{"prompt": "…"}} a line')
 
     @contextmanager

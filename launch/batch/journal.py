@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from launch.batch.options import STANDARD_OUTPUT
 from launch.batch.rows import encode_row, is_refused
 from launch.batch.written import IndexSet, RowTable, WrittenRow, find_difference, read_written
 from trtrun.errors import ConfigError
+from trtrun.files import replace_file, write_all
 
 
 def check_output(path: str, prompts_file: Path | None = None) -> None:
@@ -159,10 +160,8 @@ class RowJournal:
             ConfigError: the file cannot be written any more, such as on a full disk.
         """
         line = encode_row(row)
-        done = 0
         try:
-            while done < len(line):  # one write, unless the system takes less than all
-                done += os.write(self._file, line[done:])
+            write_all(self._file, line)
         except OSError as error:
             raise cannot_write(str(self._working), error) from None
         digest = int(str(row["input_hash"]), 16)
@@ -212,24 +211,6 @@ class RowJournal:
 def _read_in_order(source: int, written: RowTable) -> Iterator[bytes]:
     for row in written.distinct_in_order():
         yield os.pread(source, row.length, row.offset)
-
-
-def replace_file(path: Path, temporary: Path, lines: Iterable[bytes]) -> None:
-    """Make `path` of these lines in one step: at any moment it is the old file or the new one, as a whole.
-
-    Raises:
-        OSError: it cannot be written; the old file is as it was, and `temporary` is gone: a full disk needs its room.
-    """
-    try:
-        with open(temporary, "wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def cannot_write(path: str, error: OSError) -> ConfigError:

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.batch.input import InputRows
-from launch.batch.journal import check_output, replace_file, working_path
+from launch.batch.journal import check_output, working_path
 from launch.batch.options import STANDARD_OUTPUT, is_stream
 from launch.batch.rows import without_part_fields
 from launch.batch.written import RowTable, WrittenRow, find_difference, read_lines
 from launch.exit_codes import FailedError
 from trtrun.errors import ConfigError
+from trtrun.files import replace_file
 
 _PART_NAME = re.compile(r"(?P<stem>.*)\.part-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?P<suffix>\.[^.]*)?")
 MOST_NAMED = 5

@@ -135,15 +135,12 @@ def _read_batch_row(line: bytes) -> BatchRow:
         ConfigError: what reads it is missing.
     """
     try:
-        from launch.serve.batches.rows import RowError, read_row  # most runs do without what it takes
+        from launch.serve.batches.rows import read_row  # most runs do without what it takes
     except ImportError as error:
         raise ConfigError(
             f"rows of a batch need the extra 'serve', of which {error.name} is missing: pip install 'trtrun[serve]'"
         ) from None
-    try:
-        return read_row(line)
-    except RowError as error:
-        raise InvalidRequestError(str(error)) from None
+    return read_row(line)
 
 
 def _parse_json(line: bytes, text: str) -> object:

@@ -13,16 +13,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from typing_extensions import override
 
 from launch.exit_codes import FailedError
+from launch.jobs.slurm.reach import socket_path
 from trtrun.errors import ConfigError, TrtrunError
 
 CONNECT_SECONDS = 60.0
 """For a connection, and between two pieces of an answer to anything but a chat."""
-
 
 NO_TEMPLATE = "the model has no chat template: use trtrun run, or add chat_template.jinja to its tokenizer's directory"
 
@@ -133,8 +133,9 @@ class ChatClient:
                 raise FailedError(f"the server at {self.url} is gone: {error or type(error).__name__}") from None
 
     def _connect(self, seconds: float | None) -> http.client.HTTPConnection:
-        if self._parts.scheme == "unix":
-            return _SocketConnection(unquote(self._parts.path), seconds)
+        path = socket_path(self.url)
+        if path is not None:
+            return _SocketConnection(path, seconds)
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         assert self._parts.hostname is not None
         return kind(self._parts.hostname, self._parts.port, timeout=seconds)

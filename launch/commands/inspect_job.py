@@ -156,7 +156,7 @@ def _warn_before_mpi(job: Job) -> None:
 
 def _tell_formats(config: RuntimeConfig, as_json: bool) -> None:
     """Say in which forms a model that has chats writes calls and thoughts, which a server reads."""
-    from launch.serve.application.chat_formats import describe_formats, find_formats
+    from launch.serve.application.facts import describe_formats, find_formats
     from trtrun.chats.chat_template import read_chat_template
 
     template = read_chat_template(config.tokenizer or config.target.model)

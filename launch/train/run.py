@@ -30,12 +30,13 @@ from parallel.mpi_rank import find_mpi_rank
 from parallel.transports import open_communicator
 from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.fault_attribution import FIRST_STEP
+from trtrun.files import put_in_place
 from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files
 from trtrun.tools.training.loop import DivergedError, TrainingLoop, describe
 from trtrun.tools.training.methods.table import DraftTraining, MethodContext, find_method
 from trtrun.tools.training.models import Target, tell_modules
-from trtrun.tools.training.state import StateFile, replace
+from trtrun.tools.training.state import StateFile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -210,7 +211,7 @@ def write_drafter(training: DraftTraining, output: Path, activity: Activity) -> 
     for path in sorted(incoming.iterdir(), key=lambda path: path.name == "config.json"):
         activity.advance()
         path.chmod(0o644)
-        replace(path, output / path.name)
+        put_in_place(path, output / path.name)
     incoming.rmdir()
 
 

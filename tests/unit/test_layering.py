@@ -89,7 +89,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"wire", "timing", "configuration", "registry"}),
         frozenset({"tokens"}),
         frozenset({"core", "environment", "warmup_misses", "garbage", "module_patterns", "tensors", "threads"}),
-        frozenset({"errors"}),
+        frozenset({"errors", "files"}),
     ),
     "trtrun.api": (
         frozenset({"llm", "async_llm"}),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 from pathlib import Path
 
 from trtrun.configuration.model_paths import fetch_again
 from trtrun.errors import ConfigError, shorten, shorten_path
+from trtrun.files import put_in_place
 
 BESIDE = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -65,13 +65,6 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}{NEW}")
     temporary.write_text(text, encoding="utf-8")
     put_in_place(temporary, path)
-
-
-def put_in_place(temporary: Path, path: Path) -> None:
-    """A file in the place of another, and on the disk before that."""
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def copy_beside(source: Path, output: Path) -> None:

@@ -161,9 +161,9 @@ class AdmissionControl:
                 f"the request asks for {num_completions} completions, more than the {most} that may be in work at once "
                 "(scheduler.max_batch_size and server.max_queue)",
             )
-        if owner.startswith(BEHIND_OTHERS):
-            return Ticket(self, num_completions, self.behind)
-        of_owner = self._owners.ask(owner)
+        of_owner = self._ask(owner)
+        if of_owner is self.behind:
+            return Ticket(self, num_completions, of_owner)
         others = self._owners.num - 1
         completions = self.num_completions - self.behind.num_completions
         if not has_share(num_completions, of_owner.num_completions, completions, most, others):
@@ -189,13 +189,15 @@ class AdmissionControl:
 
     def take_over(self, num_completions: int, owner: str) -> Ticket:
         """Count a request that another server has let in: it is not refused."""
-        return Ticket(self, num_completions, self._owners.ask(owner))
+        return Ticket(self, num_completions, self._ask(owner))
+
+    def _ask(self, owner: str) -> Owner:
+        return self.behind if owner.startswith(BEHIND_OTHERS) else self._owners.ask(owner)
 
 
 class Ticket:
     """A request's place among those admitted, from `enter` until `leave`, and those of its completions, each until it
-    has
-    ended: an answer that is not read yet takes no place of those that are worked for."""
+    has ended: an answer that is not read yet takes no place of those that are worked for."""
 
     def __init__(self, admission: AdmissionControl, num_completions: int, owner: Owner) -> None:
         self._admission = admission

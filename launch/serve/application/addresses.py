@@ -21,8 +21,6 @@ from launch.serve.http import unix_sockets
 from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
 
-_BACKLOG = 2048
-
 
 @dataclass
 class Listener:
@@ -49,7 +47,7 @@ def listen(host: str, port: int, key: str) -> Listener:
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        opened = socket.create_server(found[4][:2], family=found[0], backlog=_BACKLOG)
+        opened = socket.create_server(found[4][:2], family=found[0], backlog=unix_sockets.BACKLOG)
     except UnicodeError:
         raise ConfigError(f"server.host: '{host}' is no name of a host") from None
     except OSError as error:
@@ -110,12 +108,9 @@ class Addresses:
     @property
     def are_open(self) -> bool:
         """Whether other hosts reach them."""
-        return self.path is None and not self._is_loopback
-
-    @property
-    def _is_loopback(self) -> bool:
-        """Whether its host alone reaches it."""
-        return ipaddress.ip_address(self.http.socket.getsockname()[0].partition("%")[0]).is_loopback
+        if self.path is not None:
+            return False
+        return not ipaddress.ip_address(self.http.socket.getsockname()[0].partition("%")[0]).is_loopback
 
     @property
     def url(self) -> str:

@@ -64,7 +64,7 @@ class RowService:
         self._end_token_ids = PromptReader(spec.target, tokenizer).end_token_ids
         directory = config.tokenizer or config.target.model
         template = read_chat_template(directory) if tokenizer is not None else None
-        self._parser = RequestParser(make_facts(spec, self._name, tokenizer, template), tokenizer)
+        self._parser = RequestParser(make_facts(spec, tokenizer, template), tokenizer)
 
     def read(self, row: BatchRow) -> AskedRow | dict[str, Any]:
         """What a row asks for; or the output row that refuses it."""

@@ -24,10 +24,9 @@ from launch.serve.application.facts import make_facts, model_name
 from launch.serve.application.request_parser import RequestParser
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.batches.api import BatchApi
-from launch.serve.batches.jobs import RowAnswerer
+from launch.serve.batches.jobs import RowAnswerer, RowTurns
 from launch.serve.batches.runner import BatchRunner
 from launch.serve.batches.store import BatchStore, prepare_directory
-from launch.serve.batches.turns import RowTurns
 from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
@@ -87,7 +86,7 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     metrics = FrontendMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
     _say_unseen_tools(section, template)
-    facts = make_facts(spec, name, tokenizer, template, tokenizer_hash)
+    facts = make_facts(spec, tokenizer, template, tokenizer_hash)
     # What the event loop parses itself is no chat: no template is compiled there.
     in_loop = RequestParser(msgspec.structs.replace(facts, template=None, tool_template=None), tokenizer)
     parsers = Parsers(facts, section.max_body_bytes, in_loop)

@@ -56,7 +56,7 @@ def play_serve(spec: JobSpec, running: RestartedEngine | OwnEngine) -> int:
     """Serve until a signal ends it.
 
     Args:
-        config: checked, with all that command line options say.
+        spec: checked, with all that command line options say.
         running: the engine, not yet started.
 
     Returns:

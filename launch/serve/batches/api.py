@@ -65,7 +65,7 @@ class BatchApi:
 
     async def files(self, request: Request) -> Response:
         """Take in a file, or list those of the key."""
-        owner, store = self._keys.identify(request), self._there().store
+        owner, store = self._keys.check(request), self._there().store
         if request.method == "POST":
             with _writing():
                 return JSONResponse((await self._uploads.take(request, store, owner)).told())
@@ -78,7 +78,7 @@ class BatchApi:
 
     async def file(self, request: Request) -> Response:
         """Describe a file, or delete it."""
-        owner, store = self._keys.identify(request), self._there().store
+        owner, store = self._keys.check(request), self._there().store
         file = store.find_file(request.path_params["file_id"], owner)
         if request.method == "GET":
             return JSONResponse(file.told())
@@ -91,7 +91,7 @@ class BatchApi:
 
     async def content(self, request: Request) -> Response:
         """Send what a file holds."""
-        owner, store = self._keys.identify(request), self._there().store
+        owner, store = self._keys.check(request), self._there().store
         file = store.find_file(request.path_params["file_id"], owner)
         path = store.content_path(file.id)
         if not await store.aside(path.is_file):
@@ -100,7 +100,7 @@ class BatchApi:
 
     async def batches(self, request: Request) -> Response:
         """Begin a batch, or list those of the key, the newest first."""
-        owner, runner = self._keys.identify(request), self._there()
+        owner, runner = self._keys.check(request), self._there()
         if request.method == "GET":
             found = [one for one in runner.store.batches.values() if one.owner == owner]
             return JSONResponse(_read_page(request, found[::-1], _BATCHES, _MOST_BATCHES))
@@ -113,12 +113,12 @@ class BatchApi:
 
     async def batch(self, request: Request) -> Response:
         """Describe a batch."""
-        owner, runner = self._keys.identify(request), self._there()
+        owner, runner = self._keys.check(request), self._there()
         return JSONResponse(runner.store.find_batch(request.path_params["batch_id"], owner).told())
 
     async def cancel(self, request: Request) -> Response:
         """End a batch early: rows that are done are kept."""
-        owner, runner = self._keys.identify(request), self._there()
+        owner, runner = self._keys.check(request), self._there()
         batch = runner.store.find_batch(request.path_params["batch_id"], owner)
         with _writing():
             await runner.cancel(batch)

@@ -1,5 +1,5 @@
-"""One batch that is run: its rows that are not done are answered, each becomes a line on disk, and those that never ran
-are told at the end.
+"""One batch that is run: its rows that are not done are answered in their turn, each becomes a line on disk, and those
+that never ran are told at the end.
 
 It does not know which batches there are, or when one is over.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from launch.serve.admission.control import AdmissionControl
 from launch.serve.admission.refusals import RESTART_RETRY_SECONDS, Kind, Refusal
 from launch.serve.batches.records import BatchRecord
 from launch.serve.batches.rows import (
@@ -24,12 +26,53 @@ from launch.serve.batches.rows import (
     row_not_run,
 )
 from launch.serve.batches.store import BatchStore, LineFile
-from launch.serve.batches.turns import RowTurns
 
 _ROWS_READ, _BYTES_READ = 64, 1 << 20
 """Of the input, that are read ahead."""
 
+_LOOK_SECONDS = 0.1
+"""How often it is looked whether others have left."""
+
 logger = logging.getLogger(__name__)
+
+
+class RowTurns:
+    """Lets rows begin behind all other requests, and yet in the end; batches in turn. It belongs to one event loop.
+
+    Rows take the places of the running batch that others leave free, as many as there are, and one at least. What has
+    begun goes on; where others want rows it gets no more than any other client (`trtrun.scheduling.queue`).
+
+    Attributes:
+        num_running: rows that have begun.
+    """
+
+    def __init__(self, admission: AdmissionControl) -> None:
+        self.num_running = 0
+        self._admission = admission
+        self._turn = asyncio.Lock()  # first come, first served: each batch asks for one row at a time
+        self._changed = asyncio.Event()
+
+    async def begin(self) -> None:
+        """Wait for a place; `end` gives it back."""
+        async with self._turn:
+            while not self._has_room():
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
+            self.num_running += 1
+
+    def end(self) -> None:
+        """A row is over."""
+        self.num_running -= 1
+        self._changed.set()
+
+    def _has_room(self) -> bool:
+        admission = self._admission
+        if not admission.is_open or admission.is_hanging or admission.is_closing:
+            return False
+        own = max(self.num_running, admission.behind.num_completions)
+        others = admission.num_completions - admission.behind.num_completions
+        return not own or own + others < admission.max_running
 
 
 @dataclass(frozen=True)

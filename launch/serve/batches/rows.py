@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -17,6 +17,8 @@ from launch.serve.admission.refusals import HTTP_STATUS, Refusal
 from launch.serve.api.openai.api import ROW_ENDPOINTS
 from launch.serve.batches.records import LineError
 from trtrun.core.values import cut_text, show_value
+from trtrun.errors import InvalidRequestError
+from trtrun.files import read_lines
 
 MOST_ROWS = 50_000
 """Rows of a batch, as OpenAI has it."""
@@ -31,7 +33,7 @@ OUTPUT, ERRORS = "output", "error"
 """The kinds of a batch's files."""
 
 
-class RowError(Exception):
+class RowError(InvalidRequestError):
     """What is wrong with a row.
 
     Attributes:
@@ -98,17 +100,6 @@ def read_row(line: bytes, endpoint: str | None = None) -> BatchRow:
     return BatchRow(given.custom_id, given.url, body)
 
 
-def lines_of(file: IO[bytes], most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not empty, with their numbers from 1; of one that is longer than `most_bytes` the
-    beginning, which is longer, too."""
-    number = 0
-    while line := file.readline(most_bytes + 1):
-        number += 1
-        yield from [(number, line)] if line.strip() else []
-        while len(line) > most_bytes and not line.endswith(b"\n"):
-            line = file.readline(most_bytes + 1)
-
-
 def check_rows(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[LineError]]:
     """Check all rows of a file.
 
@@ -127,7 +118,9 @@ def check_rows(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[Li
     errors: list[LineError] = []
     num_rows = 0
     with path.open("rb") as file:
-        for number, line in lines_of(file, most_bytes):
+        for number, line in enumerate(read_lines(file, most_bytes), start=1):
+            if not line.strip():
+                continue
             num_rows += 1
             if num_rows > MOST_ROWS:
                 return num_rows, [LineError("too_many_rows", f"a batch has at most {MOST_ROWS} rows", number)]
@@ -154,8 +147,7 @@ def read_rows(path: Path, most_bytes: int) -> Iterator[BatchRow]:
         RowError: it is another one than was checked.
     """
     with path.open("rb") as file:
-        for _, line in lines_of(file, most_bytes):
-            yield read_row(line)
+        yield from (read_row(line) for line in read_lines(file, most_bytes) if line.strip())
 
 
 class _Response(msgspec.Struct):

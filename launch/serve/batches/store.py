@@ -28,6 +28,7 @@ from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.batches.records import BatchRecord, FileRecord, output_id
 from launch.serve.batches.rows import ERRORS, OUTPUT
 from trtrun.errors import ConfigError, shorten_path
+from trtrun.files import replace_file, write_all
 
 KEY = "server.batch_directory"
 _UPLOADED = ".part"
@@ -265,10 +266,8 @@ class LineFile:
         Raises:
             OSError: it cannot be written, as on a full disk.
         """
-        done = 0
         try:
-            while done < len(line):
-                done += os.write(self._file, line[done:])
+            write_all(self._file, line)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
@@ -301,18 +300,7 @@ def _read_records(folder: Path, kind: type[RecordT]) -> list[RecordT]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Make a file of this content in one step."""
-    temporary = path.with_name(f"{path.name}.new")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    replace_file(path, path.with_name(f"{path.name}.new"), [content], 0o600)
 
 
 def _sync(path: Path) -> bool:

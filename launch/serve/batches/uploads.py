@@ -16,6 +16,7 @@ from launch.serve.batches.store import BatchStore
 from launch.serve.http.bodies import BODY_SECONDS, is_compressed
 from launch.serve.http.multipart import read_boundary, read_pieces
 from trtrun.core.values import show_value
+from trtrun.files import write_all
 
 _PURPOSE = "batch"
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -92,7 +93,7 @@ class Uploads:
                         if size > self._most_bytes:
                             raise self._too_large()
                         if len(unwritten) >= _WRITTEN_BYTES:
-                            await store.aside(_write, file, bytes(unwritten))
+                            await store.aside(write_all, file, bytes(unwritten))
                             unwritten.clear()
                         continue
                     if piece.name not in _FIELDS:
@@ -102,7 +103,7 @@ class Uploads:
                     if len(value) > _LONGEST_FIELD:
                         raise Refusal(Kind.INVALID, f"{piece.name} is too long", piece.name)
                     fields[piece.name] = value
-            await store.aside(_write, file, bytes(unwritten))
+            await store.aside(write_all, file, bytes(unwritten))
             await store.aside(os.fsync, file)
         finally:
             os.close(file)
@@ -152,8 +153,3 @@ def _clean_name(name: str | None) -> str:
     """A file's name as clients are told it: never a path."""
     last = (name or "").replace("\\", "/").rpartition("/")[2]
     return "".join(letter for letter in last if letter.isprintable())[:_LONGEST_NAME] or "rows.jsonl"
-
-
-def _write(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]

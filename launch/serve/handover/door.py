@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import secrets
 import socket
 import ssl
@@ -23,6 +22,7 @@ from contextlib import suppress
 import msgspec
 
 from launch.serve.handover.name_file import DoorAddress
+from parallel.watchdog.handshake import listen, own_loopback
 from parallel.watchdog.message_socket import is_nonce, make_nonce, make_seals
 from trtrun.configuration.process_sections import ServerSection
 
@@ -73,10 +73,9 @@ class Door:
             admit: called with a connection of one that knows the token.
         """
         self._section, self._admit = section, admit
-        self._token = secrets.token_hex(32)
         self._server: asyncio.Server | None = None
         self._num_asked = 0
-        self.address = DoorAddress(hosts=(), port=0, token=self._token)
+        self.address = DoorAddress(hosts=(), port=0, token=secrets.token_hex(32))
 
     async def open(self, hosts: tuple[str, ...], listens_to_all: bool) -> None:
         """Listen.
@@ -88,12 +87,7 @@ class Door:
         Raises:
             OSError: no port is free.
         """
-        if not listens_to_all:
-            listening = socket.create_server(("127.0.0.1", 0))
-        elif socket.has_dualstack_ipv6():
-            listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            listening = socket.create_server(("", 0))
+        listening = listen(listens_to_all)
         context = certificate = None
         if self._section.tls_cert is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -103,7 +97,7 @@ class Door:
             )
         self._server = await asyncio.start_server(self._hear, sock=listening, ssl=context)
         port = listening.getsockname()[1]
-        self.address = DoorAddress(hosts=hosts, port=port, token=self._token, certificate=certificate)
+        self.address = msgspec.structs.replace(self.address, hosts=hosts, port=port, certificate=certificate)
 
     def close(self) -> None:
         """Listen no more."""
@@ -132,9 +126,9 @@ class Door:
         theirs = await _read_line(reader)
         if not is_nonce(theirs):
             raise ValueError("no nonce")
-        outward, inward = make_seals(self._token, own, theirs)
+        outward, inward = make_seals(self.address.token, own, theirs)
         greeting = msgspec.json.decode(inward.open(await _read_line(reader)), type=Greeting)
-        writer.write(outward.close(json.dumps({"welcome": True}).encode()) + b"\n")
+        writer.write(outward.close(b'{"welcome": true}') + b"\n")
         return greeting
 
 
@@ -144,8 +138,7 @@ async def knock(door: DoorAddress, greeting: Greeting) -> Streams:
     Raises:
         OSError: it is not reached, or is not the one that knows the token.
     """
-    own = socket.gethostname()
-    hosts = [*door.hosts, *(["127.0.0.1"] if own in door.hosts else [])]
+    hosts = [*door.hosts, *([own_loopback()] if socket.gethostname() in door.hosts else [])]
     failure = OSError("its file names no host")
     for host in hosts:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from launch.serve.admission.control import AdmissionControl
 from launch.serve.engine.client import EngineClient
-from launch.serve.handover.door import Door, Greeting, Streams, knock
+from launch.serve.handover.door import Door, Greeting, knock
 from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName
 from launch.serve.handover.relay import Relay
 from launch.serve.handover.successor import Successor, hash_texts
@@ -55,7 +55,7 @@ class Handover:
         self.client = own
         self._texts = hash_texts(config)
         self._successor = Successor(own, self._texts, self._change_client, self._take_back, say)
-        self._door = Door(section, self._admit)
+        self._door = Door(section, self._successor.serve)
         self._relay: Relay | None = None
         self._taking_back: asyncio.Future[None] | None = None
         self._following: asyncio.Task[None] | None = None
@@ -129,9 +129,6 @@ class Handover:
             await self._relay.run(ready)
         finally:
             self._relay = None
-
-    async def _admit(self, greeting: Greeting, streams: Streams) -> None:
-        await self._successor.serve(greeting, streams)
 
     def _take_back(self, lost: Greeting) -> None:
         """The server that followed is gone: this one has the name again, unless yet another one has taken it."""

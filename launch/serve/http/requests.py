@@ -31,7 +31,6 @@ _NAMES_OF_IDS: Mapping[bool, Sequence[str]] = {False: (REQUEST_ID,), True: (REQU
 """Headers of answers with the id of the request, by whether Anthropic's client asks, which reads another one."""
 
 _LONGEST_ID = 128
-_OWNER_OF_KEY = "key "
 _MOST_KEY_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -145,30 +144,29 @@ class Keys:
         """Whether there are several."""
         return len(self._digests) > 1
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request) -> str:
         """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY` or, as Anthropic's
-        clients send it, `x-api-key: KEY`; and note whose it is (`admission.control`)."""
+        clients send it, `x-api-key: KEY`; and note whose it is (`admission.control`).
+
+        Returns:
+            A name of the key that stays the same when the server is started again with others beside it, and does not
+            tell the key; empty without keys.
+        """
         if not self._digests:
             OWNER.set(owner_of_address(request.client.host if request.client is not None else ""))
-            return
+            return ""
         try:
-            self.check_header(request.headers.get("authorization", ""))
+            return self.check_header(request.headers.get("authorization", ""))
         except Refusal:
             key = request.headers.get("x-api-key")
             if key is None:
                 raise
-            self.check_header(f"Bearer {key}")
+            return self.check_header(f"Bearer {key}")
 
-    def identify(self, request: Request) -> str:
-        """As `check`; returns a name of the key that stays the same when the server is started again with others beside
-        it, and does not tell the key. It is empty without keys."""
-        self.check(request)
-        return self._digests[int(OWNER.get().removeprefix(_OWNER_OF_KEY))].hex() if self._digests else ""
-
-    def check_header(self, authorization: str) -> None:
-        """Check the value of that header, which is empty if it is missing. Without keys it notes nothing."""
+    def check_header(self, authorization: str) -> str:
+        """The same for the value of that header, which is empty if it is missing. Without keys it notes nothing."""
         if not self._digests:
-            return
+            return ""
         scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip())
         # No early end: how long it takes does not tell which key it was.
@@ -179,7 +177,9 @@ class Keys:
         if not any(found):
             line = "this server wants an API key of its own: the one that was sent is unknown here"
             raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
-        OWNER.set(f"{_OWNER_OF_KEY}{found.index(True)}")
+        number = found.index(True)
+        OWNER.set(f"key {number}")
+        return self._digests[number].hex()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

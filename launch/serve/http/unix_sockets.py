@@ -22,9 +22,11 @@ LONGEST_PATH = 107
 GRPC_SUFFIX = ".grpc"
 """Follows the path of a server's socket in that of its gRPC."""
 
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+
 KEY = "server.uds"
 AUTO = Path("auto")
-_BACKLOG = 2048
 _ANSWER_SECONDS = 5.0
 
 
@@ -100,7 +102,7 @@ def listen(path: Path) -> socket.socket:
     try:
         with for_this_user():
             opened.bind(str(path))
-        opened.listen(_BACKLOG)
+        opened.listen(BACKLOG)
     except OSError as error:
         opened.close()
         raise ConfigError(f"{KEY}: cannot listen at {path}: {describe_failure(path, error)}") from None

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from trtrun.errors import CheckpointError
+from trtrun.files import put_in_place
 from trtrun.weights.weight_loader import is_finite
-from trtrun.weights.written_files import NEW, put_in_place
+from trtrun.weights.written_files import NEW
 
 _CODES = {
     torch.float32: "F32",

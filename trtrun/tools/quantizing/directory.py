@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, ConfigError, RustLibrary, one_line, shorten_path, wrap_errors
+from trtrun.files import put_in_place
 from trtrun.weights.checkpoint import INDEX_FILE
-from trtrun.weights.written_files import BESIDE, FOLDERS, NEW, RUN, check_place, copy_beside, put_in_place, write_whole
+from trtrun.weights.written_files import BESIDE, FOLDERS, NEW, RUN, check_place, copy_beside, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

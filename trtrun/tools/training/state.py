@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trtrun.errors import CheckpointError, RustLibrary, wrap_errors
+from trtrun.files import put_in_place
 from trtrun.tools.training.settings import TrainingSettings
 
 _LIBRARY = RustLibrary("safetensors")
@@ -67,7 +67,7 @@ class StateFile:
         settings = json.dumps(state.settings, sort_keys=True)
         with _LIBRARY:
             save_file(whole, temporary, {"step": str(state.step), "settings": settings})
-        replace(temporary, self.path)
+        put_in_place(temporary, self.path)
 
     def load(self) -> SavedState | None:
         """What was saved last; None where nothing was.
@@ -93,7 +93,7 @@ class StateFile:
         for path, values in ((self._finished_path, settings), (self.result_path, result)):
             temporary = path.with_suffix(".new")
             temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
-            replace(temporary, path)
+            put_in_place(temporary, path)
         self.path.unlink(missing_ok=True)
 
     def finished_settings(self) -> dict[str, Any] | None:
@@ -117,7 +117,7 @@ class StateFile:
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.metrics_path.with_suffix(".new")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        replace(temporary, self.metrics_path)
+        put_in_place(temporary, self.metrics_path)
         return kept
 
     def add_metrics(self, line: Mapping[str, Any]) -> None:
@@ -136,13 +136,6 @@ class StateFile:
             except ValueError:  # of a run that was killed while it wrote, and the end of the file
                 continue
         return found
-
-
-def replace(temporary: Path, path: Path) -> None:
-    """Put a file that is written in the place of another, and on the disk before that."""
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 LEAST_RATE = 0.1

@@ -19,6 +19,7 @@ from launch.commands import serve as serve_command
 from launch.commands.common import server_overrides
 from launch.serve.admission import control as owners
 from launch.serve.admission.control import (
+    BEHIND_OTHERS,
     OWNER,
     WANTING_SECONDS,
     AdmissionControl,
@@ -87,6 +88,15 @@ def test_the_door_keeps_places_for_those_who_have_few() -> None:
     for ticket in hog:
         ticket.leave()
     assert (admission.num_completions, admission.num_requests) == (0, 0)
+
+
+def test_rows_that_go_behind_others_do_so_in_the_server_that_follows_too() -> None:
+    admission = AdmissionControl(max_running=4, max_queue=0, max_streams=8, is_open=True)
+    taken = admission.take_over(4, f"{BEHIND_OTHERS} key 0")
+    admission.enter(4, "somebody")
+    assert admission.behind.num_completions == 4
+    taken.leave()
+    assert admission.behind.num_completions == 0
 
 
 def test_owners_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

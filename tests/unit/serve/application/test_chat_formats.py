@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from launch.serve.api.openai.output import formats
-from launch.serve.application.chat_formats import describe_formats, told_formats
+from launch.serve.application.facts import describe_formats, told_formats
 from launch.serve.application.parts import _say_unseen_tools
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.configuration.process_sections import ServerSection

@@ -16,10 +16,9 @@ from fronts import NoEngine, WatchedTokenizer, make_frontend
 from launch.serve.api.openai.api import error_body
 from launch.serve.application.http_server import make_application
 from launch.serve.batches.api import BatchApi
-from launch.serve.batches.jobs import RowAnswerer
+from launch.serve.batches.jobs import RowAnswerer, RowTurns
 from launch.serve.batches.runner import BatchRunner
 from launch.serve.batches.store import BatchStore, prepare_directory
-from launch.serve.batches.turns import RowTurns
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 
