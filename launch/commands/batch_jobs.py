@@ -15,7 +15,7 @@ from launch.commands.schedulers import PROGRAMS, find_system
 
 if TYPE_CHECKING:
     from launch.commands.schedulers import BatchSystem
-    from launch.jobs.slurm.script import Array, BatchJob
+    from launch.jobs.batch.job import Array, BatchJob
 
 SETTINGS = (
     ("--partition", "partition", "NAME", "Partition to run in, or queue of PBS."),
@@ -43,7 +43,7 @@ _with_scheduler = click.option("--scheduler", type=click.Choice([*PROGRAMS]), he
 
 def _read_array(context: click.Context, parameter: click.Parameter, value: str | None) -> Array | None:
     """N, or N%M for at most M at once."""
-    from launch.jobs.slurm.script import Array
+    from launch.jobs.batch.job import Array
 
     if value is None:
         return None
@@ -106,16 +106,16 @@ def submit(
     said now, not when the job starts.
     """
     from launch.commands.submit_arguments import make_job, merge_words, parse_inner
-    from launch.jobs.slurm.resources import read_resources
+    from launch.jobs.batch.resources import read_resources
 
     inner = parse_inner(words, config_path, overrides)
     tell_choices(inner.settled)
     system = find_system(inner.read(inner.settled.path, inner.overrides), settings.pop("scheduler"))
     if chain is not None and system.name != "slurm":
         raise click.UsageError("--chain is of Slurm: jobs of PBS do not follow each other")
-    changes, section_class = _settings_for(system, settings), system.section_class
+    changes = _settings_for(system, settings)
     resources = read_resources(
-        inner.settled.path, inner.overrides, changes, inner.place_ranks, inner.read, section_class
+        inner.settled.path, inner.overrides, system.section_class, changes, inner.place_ranks, inner.read
     )
     job = make_job(inner, resources, overrides, array, chain)
     script = system.render_script(job)
@@ -137,7 +137,7 @@ def submit(
 
 
 def _submit(system: BatchSystem, job: BatchJob, script: str, is_followed: bool) -> int:
-    from launch.jobs.scheduler import SchedulerError
+    from launch.jobs.batch.scheduler import SchedulerError
 
     number = system.scheduler.submit(script, job.folder)
     try:
@@ -158,11 +158,10 @@ def _submit(system: BatchSystem, job: BatchJob, script: str, is_followed: bool) 
 
 
 def _follow(system: BatchSystem, job: str, is_server: bool) -> int:
-    from launch.jobs.slurm.follow import follow
+    from launch.jobs.batch.follow import follow
 
-    scheduler = system.scheduler
     try:
-        return follow(job, scheduler.find_jobs, is_server, scheduler.recall, scheduler.find_successor)
+        return follow(job, system.scheduler, is_server)
     except KeyboardInterrupt:
         print(
             f"\ntrtrun: job {job} goes on; see: trtrun status {job}, or end it: trtrun cancel {job}",
@@ -195,7 +194,7 @@ def cancel(job: str, now: bool, scheduler: str | None) -> int:
 
     JOB is a number, or ARRAY_TASK for one task of an array.
     """
-    from launch.jobs.scheduler import SchedulerError
+    from launch.jobs.batch.scheduler import SchedulerError
 
     system = find_system(name=scheduler).scheduler
     jobs = [item for item in system.find_jobs(job) if not (item.has_ended or item.is_ending)]

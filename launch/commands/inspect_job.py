@@ -55,9 +55,9 @@ def plan(
     which layout has the shortest.
     """
     _refuse_unused(hosts, figures)
+    from launch.commands.schedulers import check_batch_sections, find_system
+    from launch.jobs.batch.resources import load_plan_config, place_on_simulated_hosts, read_resources
     from launch.jobs.mpi.job import Job
-    from launch.jobs.pbs.section import check_batch_sections
-    from launch.jobs.slurm.resources import load_plan_config, place_on_simulated_hosts, read_resources
 
     arguments = ["run", *config_words(config_path, overrides)]
     if speculation is not None:
@@ -66,15 +66,16 @@ def plan(
     arguments += ["--prompt", "TEXT"]
     script = None
     if slurm or pbs:
-        from launch.commands.schedulers import find_system
-        from launch.jobs.slurm.script import BatchJob
+        from launch.jobs.batch.job import BatchJob
 
         system = find_system(name="pbs" if pbs else "slurm")
-        resources = read_resources(config_path, overrides, section_class=system.section_class)
+        resources = read_resources(config_path, overrides, system.section_class)
         script = system.render_script(BatchJob(resources, arguments, Path.cwd()))
         config, simulated_hosts = place_on_simulated_hosts(config_path, overrides, resources)
     else:
-        config, simulated_hosts = load_plan_config(config_path, overrides, check_batch_sections)
+        config, simulated_hosts = load_plan_config(
+            config_path, overrides, check_batch_sections, lambda values: find_system(values).section_class
+        )
     if hosts:
         from launch.jobs.plan.host_layouts import Figures, plan_hosts, print_hosts_plan
 

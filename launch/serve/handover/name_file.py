@@ -68,7 +68,7 @@ def describe_server(
     Args:
         model: that it serves.
         url: that it listens at.
-        way: as of `launch.jobs.slurm.reach.describe_way`.
+        way: as of `launch.jobs.batch.reach.describe_way`.
         is_loopback: whether only this host reaches it.
         environment: of this process.
     """

@@ -17,10 +17,10 @@ from click.testing import CliRunner
 
 from launch.cli import cli
 from launch.commands.submit_arguments import make_job, parse_inner
+from launch.jobs.batch.job import Array
+from launch.jobs.batch.resources import read_resources
 from launch.jobs.pbs.script import render_script
 from launch.jobs.pbs.section import PbsSection
-from launch.jobs.slurm.resources import read_resources
-from launch.jobs.slurm.script import Array
 from trtrun.errors import ConfigError
 
 PAIR = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
@@ -48,7 +48,7 @@ def script_of(
     path = Path("run.yaml")
     path.write_text(json.dumps({**engines, "launch": {**launch, "pbs": pbs or {}}}), encoding="utf-8")
     inner = parse_inner(words, path, ())
-    resources = read_resources(path, (), {}, inner.place_ranks, inner.read, PbsSection)
+    resources = read_resources(path, (), PbsSection, {}, inner.place_ranks, inner.read)
     return render_script(make_job(inner, resources, (), array))
 
 

@@ -1,4 +1,4 @@
-"""What the commands need of a batch system, as protocols, and how its programs are called.
+"""What the commands need of a batch system, and how its programs are called.
 
 The modules `launch.jobs.slurm.client` and `launch.jobs.pbs.client` are such batch systems. This one knows none of them,
 nor scripts.
@@ -6,11 +6,14 @@ nor scripts.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from trtrun.errors import TrtrunError
 
@@ -28,41 +31,64 @@ class SchedulerError(TrtrunError):
     system = "the batch system"
 
 
-class BatchState(Protocol):
-    """What a batch system says of one job, or of one task of an array. Attributes as in `SlurmJob`."""
+@dataclass(frozen=True, kw_only=True)
+class BatchState(ABC):
+    """What a batch system says of one job, or of one task of an array.
+
+    Attributes:
+        name: of the job.
+        number: its own number.
+        label: what users call it: the number, or that of an array and its task.
+        task: number in the array, None outside one.
+        state: such as RUNNING.
+        reason: why it waits or why it ended; empty where there is none.
+        restarts: how often it was requeued.
+        elapsed: running time of this start, as the batch system writes it.
+        num_nodes: nodes it has or wants.
+        nodes: their names; empty while it has none.
+        log: the file of its output, None where the batch system does not tell it any more.
+    """
+
+    name: str
+    number: int
+    label: str
+    task: int | None
+    state: str
+    reason: str
+    restarts: int
+    elapsed: str
+    num_nodes: str
+    nodes: str
+    log: Path | None
+
+    ended_states: ClassVar[frozenset[str]]
+    running_states: ClassVar[frozenset[str]]
+    ending_states: ClassVar[frozenset[str]]
 
     @property
-    def name(self) -> str: ...
+    def has_ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.state in self.ended_states
+
     @property
-    def number(self) -> int: ...
+    def is_running(self) -> bool:
+        """Whether its script runs."""
+        return self.state in self.running_states
+
     @property
-    def label(self) -> str: ...
+    def is_ending(self) -> bool:
+        """Whether its script has ended, and its nodes are being cleaned."""
+        return self.state in self.ending_states
+
     @property
-    def task(self) -> int | None: ...
+    def is_waiting(self) -> bool:
+        """Whether it is in the queue, for the first time or again."""
+        return not (self.is_running or self.is_ending or self.has_ended)
+
     @property
-    def state(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def elapsed(self) -> str: ...
-    @property
-    def num_nodes(self) -> str: ...
-    @property
-    def nodes(self) -> str: ...
-    @property
-    def log(self) -> Path | None: ...
-    @property
-    def has_ended(self) -> bool: ...
-    @property
-    def is_running(self) -> bool: ...
-    @property
-    def is_ending(self) -> bool: ...
-    @property
-    def is_waiting(self) -> bool: ...
-    @property
-    def exit_status(self) -> int: ...
+    @abstractmethod
+    def exit_status(self) -> int:
+        """The exit status that stands for its end: the script's own where it ended by itself."""
 
 
 class Scheduler(Protocol):
@@ -125,3 +151,21 @@ def call(
         raise error(f"{words[0]} did not answer within {WAIT_SECONDS:g} s: is {name}'s server up?") from None
     except OSError as reason:
         raise error(f"{words[0]} cannot be run: {reason.strerror}") from None
+
+
+def tell(error: type[SchedulerError], words: Sequence[str]) -> None:
+    """Run a program that has nothing to answer.
+
+    Raises:
+        SchedulerError: of that class: it failed.
+    """
+    done = call(error, words)
+    if done.returncode:
+        raise error(f"{words[0]}: {describe_failure(done)}")
+
+
+def describe_failure(done: subprocess.CompletedProcess[str]) -> str:
+    """What a program said, as one line, without its name before each sentence, and without its usage."""
+    lines = [line.strip() for line in done.stderr.partition("\nusage:")[0].splitlines()]
+    said = "; ".join(dict.fromkeys(re.sub(r"^[a-z_]+: (error: |fatal: )?", "", line) for line in lines if line))
+    return said or f"exit status {done.returncode}, without a reason"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from launch.jobs.placement.allocation import in_allocation, is_local
 from launch.jobs.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
@@ -24,7 +24,6 @@ from launch.jobs.placement.run_config import (
     make_run_config,
     name_places,
 )
-from launch.jobs.slurm.section import GpuRequest, SlurmSection, check_slurm_section
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
@@ -42,11 +41,32 @@ MANY_CPUS = 1024
 """A CPU slot of its own for everyone: the job asks for as many cores as it has ranks, so that is what it will find."""
 
 
+@dataclass(frozen=True)
+class GpuRequest:
+    """GPUs that a section asks for by itself.
+
+    Attributes:
+        key: in the section.
+        value: its value, for messages.
+        count: GPUs of each node.
+        example: how as many as `{}` are written.
+    """
+
+    key: str
+    value: str
+    count: int
+    example: str
+
+
 class BatchSection(Protocol):
     """What the sections of all batch systems have, each in the words of its own."""
 
     place_in_file: ClassVar[str]
     """Where it stands in the file."""
+
+    @property
+    def job_name(self) -> str:
+        """The job's name."""
 
     @property
     def nodes(self) -> int | None:
@@ -63,6 +83,21 @@ class BatchSection(Protocol):
     @property
     def takes_whole_nodes(self) -> bool:
         """Whether no other job runs on the nodes."""
+
+    @property
+    def requeue(self) -> bool:
+        """Whether a job that was drained goes on by itself."""
+
+    @property
+    def signal_seconds(self) -> int:
+        """How long before its time limit the job is warned."""
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """Further options of the program that submits."""
+
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -89,10 +124,9 @@ class BatchResources:
     gpus: int
     has_local_models: bool
 
-    @property
-    def slurm(self) -> SlurmSection:
-        """The section of a job of Slurm."""
-        assert isinstance(self.section, SlurmSection)
+    def section_as(self, section_class: type[S]) -> S:
+        """The section of a job whose batch system is known."""
+        assert isinstance(self.section, section_class)
         return self.section
 
     @property
@@ -120,20 +154,20 @@ class BatchResources:
 def read_resources(
     path: Path,
     overrides: Sequence[str],
+    section_class: type[BatchSection],
     changes: Mapping[str, object] | None = None,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
     read: Read = read_values,
-    section_class: type[BatchSection] = SlurmSection,
 ) -> BatchResources:
     """Read a YAML file as `trtrun submit` sees it: without an allocation, for one that is to come.
 
     Args:
         path: the YAML file.
         overrides: `key.path=value` strings.
+        section_class: of the batch system.
         changes: keys of the batch system's section that command line options set.
         place_ranks: who sits where.
         read: of the path and the overrides makes what the file holds.
-        section_class: of the batch system.
 
     Raises:
         ConfigError: one line that names the file and the key.
@@ -166,7 +200,10 @@ def read_resources(
 
 
 def load_plan_config(
-    path: Path, overrides: Sequence[str], check: Callable[[Mapping[str, Any], str], None] = check_slurm_section
+    path: Path,
+    overrides: Sequence[str],
+    check: Callable[[Mapping[str, Any], str], None],
+    find_section_class: Callable[[Mapping[str, Any]], type[BatchSection]],
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """The configuration of a job that is not started; its hosts are simulated where counts ask for more than is here.
 
@@ -174,6 +211,7 @@ def load_plan_config(
         path: the YAML file.
         overrides: `key.path=value` strings.
         check: of the sections of batch systems.
+        find_section_class: tells by what the file holds which batch system's it is.
 
     Returns:
         The configuration, and the names of the simulated hosts; none where all hosts are real.
@@ -189,7 +227,7 @@ def load_plan_config(
         counted = any(is_counts(section.get("devices")) for section in engine_sections(values))
         if in_allocation() or not counted:
             raise ConfigError(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}") from None
-    return place_on_simulated_hosts(path, overrides, read_resources(path, overrides))
+    return place_on_simulated_hosts(path, overrides, read_resources(path, overrides, find_section_class(values)))
 
 
 def place_on_simulated_hosts(
