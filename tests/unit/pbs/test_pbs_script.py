@@ -251,6 +251,18 @@ def test_options_of_submit_are_those_of_the_batch_system() -> None:
 def test_every_command_refuses_wrong_keys() -> None:
     script_of(*RUN)
     Path("run.yaml").write_text(Path("run.yaml").read_text().replace('"pbs": {}', '"pbs": {"quue": 1}'))
-    for command in (("plan",), ("plan", "--pbs"), ("run", "--prompt", "x")):
+    for command in (("plan",), ("plan", "--pbs"), ("run", "--prompt", "x"), ("serve", "--print-config")):
         with pytest.raises(ConfigError, match=r"launch\.pbs\.quue: unknown key"):
             CliRunner().invoke(cli, [command[0], "--config", "run.yaml", *command[1:]], catch_exceptions=False)
+
+
+def test_a_plan_is_of_the_job_as_it_will_be() -> None:
+    """A node more is the draft's own."""
+    target = {"model": "asset:target", "devices": {"nodes": 2, "gpus_per_node": 2}}
+    script_of("check", engines={**TWO_NODES, "target": target}, pbs={"nodes": 3})
+    planned = [
+        CliRunner().invoke(cli, ["plan", *option, "--config", "run.yaml", "--json"], catch_exceptions=False).output
+        for option in ((), ("--pbs",))
+    ]
+    ranks, ranks_of_pbs = (json.loads(text)["ranks"] for text in planned)
+    assert ranks == ranks_of_pbs and "node-3" in {rank["host"] for rank in ranks}
