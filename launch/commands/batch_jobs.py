@@ -33,10 +33,8 @@ SETTINGS = (
 )
 """Options that stand for keys of launch.slurm: option, key, what it takes, help."""
 
-PBS_KEYS = {"partition": "queue", "time": "walltime"} | dict.fromkeys(
-    ("account", "cpus_per_task", "memory", "job_name", "output", "requeue")
-)
-"""Which of them launch.pbs has, and under what name where that is another one."""
+PBS_NAMES = {"partition": "queue", "time": "walltime"}
+"""Of those keys that launch.pbs has under another name."""
 
 _with_scheduler = click.option("--scheduler", type=click.Choice([*PROGRAMS]), help="Batch system.  [default: found]")
 
@@ -62,11 +60,13 @@ def _settings_for(system: BatchSystem, settings: dict[str, object]) -> dict[str,
     given = {name: value for name, value in settings.items() if value is not None}
     if system.name != "pbs":
         return given
+    from launch.jobs.pbs.section import PbsSection
+
     for name in given:
-        if name not in PBS_KEYS:
+        if PBS_NAMES.get(name, name) not in PbsSection.model_fields:
             option = next((option for option, key, *_ in SETTINGS if key == name), f"--{name}")
             raise click.UsageError(f"{option} is for Slurm: PBS has launch.pbs.place, launch.pbs.resources and extra")
-    return {PBS_KEYS[name] or name: value for name, value in given.items()}
+    return {PBS_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def _with_settings(command: Any) -> Any:

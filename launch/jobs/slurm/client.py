@@ -200,16 +200,7 @@ def drain_jobs(jobs: Sequence[BatchState]) -> None:
     Raises:
         SlurmError: scancel refused.
     """
-    signal_scripts(jobs, "TERM")
-
-
-def signal_scripts(jobs: Sequence[BatchState], name: str) -> None:
-    """Send a signal to the batch scripts of running jobs, and to nothing else.
-
-    Raises:
-        SlurmError: scancel refused.
-    """
-    _tell(["scancel", "--batch", f"--signal={name}", *(item.label for item in jobs)])
+    _tell(["scancel", "--batch", "--signal=TERM", *(item.label for item in jobs)])
 
 
 def end_jobs(jobs: Sequence[BatchState]) -> None:
