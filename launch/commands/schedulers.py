@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from launch.jobs.batch.job import BatchJob
-    from launch.jobs.batch.resources import BatchSection
-    from launch.jobs.batch.scheduler import Scheduler
+    from launch.jobs.batch.scheduler import BatchSection, Scheduler
 
 PROGRAMS = {"slurm": "squeue", "pbs": "qstat"}
 """Of each batch system one that is on PATH where it is. Slurm comes first: it may bring wrappers named as PBS's."""

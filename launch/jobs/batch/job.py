@@ -1,4 +1,4 @@
-"""A batch job, and the lines of its script that are the same for every batch system.
+"""A batch job: what its script says, what is written down of it for later, and what it would be refused for.
 
 It knows none of them, nor what the words after `trtrun submit … --` mean (commands/submit_arguments.py).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -138,54 +138,6 @@ def parse_record(text: str | None) -> Mapping[str, object]:
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def describe_ranks(job: BatchJob) -> Iterator[str]:
-    """Comments that tell each rank's place."""
-    topology, resources = job.resources.topology, job.resources
-    made_up = [host for host in resources.hosts if host not in resources.named]
-    which = f" ({made_up[0]} is the allocation's first node)" if made_up and not resources.named else ""
-    yield f"# Ranks{which}:"
-    for rank in range(topology.world_size):
-        yield f"#   {topology.describe(rank)}"
-
-
-def wrap_words(words: Iterable[str | Spelled], variable: str) -> Iterator[str]:
-    """Quoted words, with a new line before each long option of trtrun's command.
-
-    Args:
-        words: of the whole command.
-        variable: that holds the number of an array's task.
-    """
-    line: list[str] = []
-    is_command = False
-    for word in words:
-        if is_command and isinstance(word, str) and word.startswith("--"):
-            yield " ".join(line)
-            line = []
-        is_command = is_command or word == "launch.cli"
-        line.append(shlex.quote(word) if isinstance(word, str) else word.spell(variable))
-    yield " ".join(line)
-
-
-def find_finished(job: BatchJob, variable: str) -> tuple[str, str] | None:
-    """The file that has a line for each row or step that is done, quoted for bash, and what a line stands for.
-
-    Args:
-        job: that may go on by itself.
-        variable: that holds the number of an array's task.
-
-    Returns:
-        Both; None for a job that does not.
-    """
-    if not (job.goes_on and job.resources.section.requeue):
-        return None
-    if job.output is None:
-        return shlex.quote(str(job.steps)), "steps"
-    if job.array is None:
-        return shlex.quote(f"{job.output}.partial"), "rows"
-    word = part_output(job.output, job.array.count)
-    return Word(word.before, f"{word.after}.partial").spell(variable), "rows"
 
 
 def check_settings(job: BatchJob, program: str) -> None:

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from launch.jobs.batch.scheduler import BatchSection
 from launch.jobs.placement.allocation import in_allocation, is_local
 from launch.jobs.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
 from launch.jobs.placement.run_config import (
@@ -40,64 +41,7 @@ PREFIX = "node-"
 MANY_CPUS = 1024
 """A CPU slot of its own for everyone: the job asks for as many cores as it has ranks, so that is what it will find."""
 
-
-@dataclass(frozen=True)
-class GpuRequest:
-    """GPUs that a section asks for by itself.
-
-    Attributes:
-        key: in the section.
-        value: its value, for messages.
-        count: GPUs of each node.
-        example: how as many as `{}` are written.
-    """
-
-    key: str
-    value: str
-    count: int
-    example: str
-
-
-class BatchSection(Protocol):
-    """What the sections of all batch systems have, each in the words of its own."""
-
-    place_in_file: ClassVar[str]
-    """Where it stands in the file."""
-
-    @property
-    def job_name(self) -> str:
-        """The job's name."""
-
-    @property
-    def nodes(self) -> int | None:
-        """Nodes to ask for; None: what the devices need."""
-
-    @property
-    def cpus_per_task(self) -> int | None:
-        """CPU cores of each rank."""
-
-    @property
-    def gpu_request(self) -> GpuRequest | None:
-        """GPUs of each node; None: what the devices need."""
-
-    @property
-    def takes_whole_nodes(self) -> bool:
-        """Whether no other job runs on the nodes."""
-
-    @property
-    def requeue(self) -> bool:
-        """Whether a job that was drained goes on by itself."""
-
-    @property
-    def signal_seconds(self) -> int:
-        """How long before its time limit the job is warned."""
-
-    @property
-    def extra(self) -> tuple[str, ...]:
-        """Further options of the program that submits."""
-
-
-S = TypeVar("S")
+OwnSection = TypeVar("OwnSection")
 
 
 @dataclass(frozen=True)
@@ -124,7 +68,7 @@ class BatchResources:
     gpus: int
     has_local_models: bool
 
-    def section_as(self, section_class: type[S]) -> S:
+    def section_as(self, section_class: type[OwnSection]) -> OwnSection:
         """The section of a job whose batch system is known."""
         assert isinstance(self.section, section_class)
         return self.section

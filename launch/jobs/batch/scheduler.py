@@ -1,7 +1,7 @@
 """What the commands need of a batch system, and how its programs are called.
 
 The modules `launch.jobs.slurm.client` and `launch.jobs.pbs.client` are such batch systems. This one knows none of them,
-nor scripts.
+nor scripts, nor what a job needs.
 """
 
 from __future__ import annotations
@@ -118,6 +118,62 @@ class Scheduler(Protocol):
 
     def find_successor(self, job: BatchState) -> BatchState | None:
         """The job that goes on with what an ended one has left; None where none does."""
+
+
+@dataclass(frozen=True)
+class GpuRequest:
+    """GPUs that a section asks for by itself.
+
+    Attributes:
+        key: in the section.
+        value: its value, for messages.
+        count: GPUs of each node.
+        example: how as many as `{}` are written.
+    """
+
+    key: str
+    value: str
+    count: int
+    example: str
+
+
+class BatchSection(Protocol):
+    """What the sections of all batch systems have, each in the words of its own."""
+
+    place_in_file: ClassVar[str]
+    """Where it stands in the file."""
+
+    @property
+    def job_name(self) -> str:
+        """The job's name."""
+
+    @property
+    def nodes(self) -> int | None:
+        """Nodes to ask for; None: what the devices need."""
+
+    @property
+    def cpus_per_task(self) -> int | None:
+        """CPU cores of each rank."""
+
+    @property
+    def gpu_request(self) -> GpuRequest | None:
+        """GPUs of each node; None: what the devices need."""
+
+    @property
+    def takes_whole_nodes(self) -> bool:
+        """Whether no other job runs on the nodes."""
+
+    @property
+    def requeue(self) -> bool:
+        """Whether a job that was drained goes on by itself."""
+
+    @property
+    def signal_seconds(self) -> int:
+        """How long before its time limit the job is warned."""
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """Further options of the program that submits."""
 
 
 def call(

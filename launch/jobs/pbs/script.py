@@ -19,11 +19,9 @@ from launch.jobs.batch.job import (
     Spelled,
     check_settings,
     check_warning,
-    describe_ranks,
-    find_finished,
     make_record,
-    wrap_words,
 )
+from launch.jobs.batch.script_parts import describe_ranks, find_finished, wrap_words
 from launch.jobs.pbs.script_parts import HEARING, draining_body, plain_body, timer
 from launch.jobs.pbs.section import PbsSection
 from trtrun.errors import ConfigError

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launch.exit_codes import ExitCode
-from launch.jobs.batch.draining import go_on, run_draining
+from launch.jobs.batch.script_parts import go_on, run_draining
 
 HEARING = """\
 # URG comes from `trtrun cancel`, USR1 from the timer below; TERM from PBS, which sends it to the command, too.

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from launch.jobs.batch.resources import GpuRequest
+from launch.jobs.batch.scheduler import GpuRequest
 from launch.jobs.placement.allocation import MOST_HOSTS
 from trtrun.configuration.process_sections import Line, Lines, Number, Section
 from trtrun.errors import shorten

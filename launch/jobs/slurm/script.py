@@ -12,14 +12,11 @@ from collections.abc import Iterator
 
 from launch.jobs.batch.job import (
     BatchJob,
-    Word,
     check_settings,
     check_warning,
-    describe_ranks,
-    find_finished,
     make_record,
-    wrap_words,
 )
+from launch.jobs.batch.script_parts import describe_ranks, find_finished, wrap_words
 from launch.jobs.slurm.chain import END, submit_next
 from launch.jobs.slurm.container import check_container, container_words, folders_to_bind, prepare_container
 from launch.jobs.slurm.script_parts import PLAIN_BODY, draining_body, prepare_step, step_words
@@ -116,7 +113,7 @@ def _command(job: BatchJob, slurm: SlurmSection) -> Iterator[str]:
         yield from prepare_container(container, is_step)
         before = container_words(job.resources, before, folders_to_bind(job))
         python = "python3"
-    starts: list[str | Word] = [*before, python, "-m"]
+    starts = [*before, python, "-m"]
     if is_step:
         starts += ["mpi4py", "-m"]  # an exception on one rank would hang the others under plain python
     yield "job=("

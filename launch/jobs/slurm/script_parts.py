@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from launch.exit_codes import ExitCode
-from launch.jobs.batch.draining import go_on, run_draining
 from launch.jobs.batch.resources import BatchResources
+from launch.jobs.batch.script_parts import go_on, run_draining
 from launch.jobs.mpi.flavours import FLAVOURS, Flavour, When
 from launch.jobs.mpi.library import choose_flavour
 from launch.jobs.slurm.section import SlurmSection

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from launch.jobs.batch.resources import GpuRequest
+from launch.jobs.batch.scheduler import GpuRequest
 from launch.jobs.placement.allocation import MOST_HOSTS
 from trtrun.configuration.process_sections import Environment, Line, Lines, Number, Section
 from trtrun.errors import shorten
