@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launch.commands.model_options import tell_choices
-from launch.commands.schedulers import PROGRAMS, find_system
+from launch.commands.schedulers import PROGRAMS, check_batch_sections, find_system
 
 if TYPE_CHECKING:
     from launch.commands.schedulers import BatchSystem
@@ -110,13 +110,13 @@ def submit(
 
     inner = parse_inner(words, config_path, overrides)
     tell_choices(inner.settled)
-    system = find_system(inner.read(inner.settled.path, inner.overrides), settings.pop("scheduler"))
+    values = inner.read(inner.settled.path, inner.overrides)
+    check_batch_sections(values, str(inner.settled.path))
+    system = find_system(values, settings.pop("scheduler"))
     if chain is not None and system.name != "slurm":
         raise click.UsageError("--chain is of Slurm: jobs of PBS do not follow each other")
     changes = _settings_for(system, settings)
-    resources = read_resources(
-        inner.settled.path, inner.overrides, system.section_class, changes, inner.place_ranks, inner.read
-    )
+    resources = read_resources(inner.settled.path, values, system.section_class, changes, inner.place_ranks)
     job = make_job(inner, resources, overrides, array, chain)
     script = system.render_script(job)
     if resources.lacks_cores:

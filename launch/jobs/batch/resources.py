@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,7 +19,6 @@ from launch.jobs.placement.allocation import in_allocation, is_local
 from launch.jobs.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
 from launch.jobs.placement.run_config import (
     DEFAULT_HOST,
-    Read,
     engine_sections,
     is_model_here,
     make_run_config,
@@ -31,7 +30,6 @@ from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
 from trtrun.configuration.engine_sections import check_section
 from trtrun.configuration.process_sections import Section
 from trtrun.configuration.topology import make_topology
-from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, shorten
 from trtrun.threads import CORES_OF_CUDA_SLOT
 
@@ -97,26 +95,24 @@ class BatchResources:
 
 def read_resources(
     path: Path,
-    overrides: Sequence[str],
+    values: dict[str, Any],
     section_class: type[BatchSection],
     changes: Mapping[str, object] | None = None,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
-    read: Read = read_values,
 ) -> BatchResources:
-    """Read a YAML file as `trtrun submit` sees it: without an allocation, for one that is to come.
+    """What a YAML file asks for as `trtrun submit` sees it: without an allocation, for one that is to come.
 
     Args:
         path: the YAML file.
-        overrides: `key.path=value` strings.
+        values: what it holds.
         section_class: of the batch system.
         changes: keys of the batch system's section that command line options set.
         place_ranks: who sits where.
-        read: of the path and the overrides makes what the file holds.
 
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    values, section = _read_section(read(path, overrides), section_class, changes or {}, str(path))
+    values, section = _read_section(values, section_class, changes or {}, str(path))
     values = spell_hosts(values)
     named = tuple(_named_hosts(values))
     # Devices without a host are those of the node that the batch script runs on: the allocation's first.
@@ -143,19 +139,15 @@ def read_resources(
     return resources
 
 
-def load_plan_config(
-    path: Path,
-    overrides: Sequence[str],
-    check: Callable[[Mapping[str, Any], str], None],
-    find_section_class: Callable[[Mapping[str, Any]], type[BatchSection]],
+def make_plan_config(
+    path: Path, values: dict[str, Any], section_class: type[BatchSection]
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """The configuration of a job that is not started; its hosts are simulated where counts ask for more than is here.
 
     Args:
         path: the YAML file.
-        overrides: `key.path=value` strings.
-        check: of the sections of batch systems.
-        find_section_class: tells by what the file holds which batch system's it is.
+        values: what it holds.
+        section_class: of the batch system.
 
     Returns:
         The configuration, and the names of the simulated hosts; none where all hosts are real.
@@ -163,22 +155,19 @@ def load_plan_config(
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    values = read_values(path, overrides)
-    check(values, str(path))
     try:
         return _make(name_places(values), path), ()
     except ConfigError as error:
         counted = any(is_counts(section.get("devices")) for section in engine_sections(values))
         if in_allocation() or not counted:
             raise ConfigError(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}") from None
-    return place_on_simulated_hosts(path, overrides, read_resources(path, overrides, find_section_class(values)))
+    return place_on_simulated_hosts(path, values, read_resources(path, values, section_class))
 
 
 def place_on_simulated_hosts(
-    path: Path, overrides: Sequence[str], resources: BatchResources
+    path: Path, values: Mapping[str, Any], resources: BatchResources
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
-    """The configuration with its devices where a batch job will have them; otherwise like `load_plan_config`."""
-    values = read_values(path, overrides)
+    """The configuration with its devices where a batch job will have them; otherwise like `make_plan_config`."""
     placed = {
         "target": {**values["target"], "devices": list(resources.config.target.devices)},
         "launch": {**(values.get("launch") or {}), "orchestrator_host": resources.config.launch.orchestrator_host},

@@ -48,7 +48,7 @@ def script_of(
     path = Path("run.yaml")
     path.write_text(json.dumps({**engines, "launch": {**launch, "pbs": pbs or {}}}), encoding="utf-8")
     inner = parse_inner(words, path, ())
-    resources = read_resources(path, (), PbsSection, {}, inner.place_ranks, inner.read)
+    resources = read_resources(path, inner.read(path, ()), PbsSection, {}, inner.place_ranks)
     return render_script(make_job(inner, resources, (), array))
 
 
@@ -230,18 +230,8 @@ def test_what_would_go_wrong_later_is_refused_now(pbs: dict[str, Any], array: Ar
 
 def test_options_of_submit_are_those_of_the_batch_system() -> None:
     script_of(*RUN)
-    words = [
-        "submit",
-        "--scheduler",
-        "pbs",
-        "--config",
-        "run.yaml",
-        "--dry-run",
-        "--partition",
-        "q",
-        "--time",
-        "1:00:00",
-    ]
+    words = ["submit", "--scheduler", "pbs", "--config", "run.yaml", "--dry-run"]
+    words += ["--partition", "q", "--time", "1:00:00"]
     shown = CliRunner().invoke(cli, [*words, "--", *RUN], catch_exceptions=False)
     assert {"-q q", "-l walltime=1:00:00"} <= set(directives(shown.output))
     refused = CliRunner().invoke(cli, [*words, "--gres", "gpu:1", "--", *RUN])
@@ -251,9 +241,11 @@ def test_options_of_submit_are_those_of_the_batch_system() -> None:
 def test_every_command_refuses_wrong_keys() -> None:
     script_of(*RUN)
     Path("run.yaml").write_text(Path("run.yaml").read_text().replace('"pbs": {}', '"pbs": {"quue": 1}'))
-    for command in (("plan",), ("plan", "--pbs"), ("run", "--prompt", "x"), ("serve", "--print-config")):
+    batch = f"submit --scheduler slurm --dry-run -- {' '.join(RUN)}"
+    for line in ("plan", "plan --pbs", "plan --slurm", "run --prompt x", "serve --print-config", batch):
+        name, *words = line.split()
         with pytest.raises(ConfigError, match=r"launch\.pbs\.quue: unknown key"):
-            CliRunner().invoke(cli, [command[0], "--config", "run.yaml", *command[1:]], catch_exceptions=False)
+            CliRunner().invoke(cli, [name, "--config", "run.yaml", *words], catch_exceptions=False)
 
 
 def test_a_plan_is_of_the_job_as_it_will_be() -> None:

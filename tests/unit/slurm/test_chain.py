@@ -53,7 +53,8 @@ def script_of(*words: str, slurm: dict[str, Any] = LIMITED, chain: int = 3, **se
     path = Path("run.yaml")
     path.write_text(json.dumps({**engines, **sections, "launch": {"slurm": slurm}}), encoding="utf-8")
     inner = parse_inner(words, path, ())
-    return render_script(make_job(inner, read_resources(path, inner.overrides, SlurmSection), (), None, chain))
+    resources = read_resources(path, inner.read(path, inner.overrides), SlurmSection)
+    return render_script(make_job(inner, resources, (), None, chain))
 
 
 def play(script: str, command: str, *arguments: str) -> str:

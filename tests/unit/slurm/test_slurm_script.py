@@ -30,7 +30,7 @@ def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | N
     Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
     path = Path("run.yaml")
     inner = parse_inner(words, path, ())
-    resources = read_resources(path, inner.overrides, SlurmSection, place_ranks=inner.place_ranks, read=inner.read)
+    resources = read_resources(path, inner.read(path, inner.overrides), SlurmSection, place_ranks=inner.place_ranks)
     return render_script(make_job(inner, resources, (), array))
 
 
@@ -45,7 +45,7 @@ def test_weights_that_the_job_would_refuse_are_refused_before_it_is_queued(
         values = {"target": {"model": "model", "devices": devices}, "speculation": {"method": "none"}}
         Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
         inner = parse_inner(run(), Path("run.yaml"), ())
-        return render_script(make_job(inner, read_resources(Path("run.yaml"), (), SlurmSection), (), None))
+        return render_script(make_job(inner, read_resources(Path("run.yaml"), values, SlurmSection), (), None))
 
     with pytest.raises(CheckpointError, match=r"target: .* has no tensor 'model\.layers\.2\.input_layernorm\.weight'"):
         submit({"nodes": 2, "cpus_per_node": 1})
@@ -296,7 +296,7 @@ def test_a_job_without_a_yaml_file(here: Path) -> None:
     with pytest.raises(click.UsageError, match="name the devices on the job's node: --devices 0,1"):
         parse_inner(("serve", "asset:target"), None, ())
     inner = parse_inner(("serve", "asset:target", "--devices", "0,1"), None, ("speculation.draft_len=3",))
-    resources = read_resources(inner.settled.path, inner.overrides, SlurmSection)
+    resources = read_resources(inner.settled.path, inner.read(inner.settled.path, inner.overrides), SlurmSection)
     assert (resources.gpus, resources.config.draft_len) == (2, 3)
     words = words_in_shell(render_script(make_job(inner, resources, ("speculation.draft_len=3",), None)))
     assert "--config" not in words and words[-5:] == ["asset:target", "--devices", "0,1", "--uds", "auto"]
