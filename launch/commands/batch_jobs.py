@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launch.commands.model_options import tell_choices
-from launch.commands.schedulers import PROGRAMS, find_system
+from launch.commands.schedulers import PROGRAMS, check_batch_sections, find_system
 
 if TYPE_CHECKING:
     from launch.commands.schedulers import BatchSystem
-    from launch.jobs.slurm.script import Array, BatchJob
+    from launch.jobs.batch.job import Array, BatchJob
 
 SETTINGS = (
     ("--partition", "partition", "NAME", "Partition to run in, or queue of PBS."),
@@ -33,17 +33,15 @@ SETTINGS = (
 )
 """Options that stand for keys of launch.slurm: option, key, what it takes, help."""
 
-PBS_KEYS = {"partition": "queue", "time": "walltime"} | dict.fromkeys(
-    ("account", "cpus_per_task", "memory", "job_name", "output", "requeue")
-)
-"""Which of them launch.pbs has, and under what name where that is another one."""
+PBS_NAMES = {"partition": "queue", "time": "walltime"}
+"""Of those keys that launch.pbs has under another name."""
 
 _with_scheduler = click.option("--scheduler", type=click.Choice([*PROGRAMS]), help="Batch system.  [default: found]")
 
 
 def _read_array(context: click.Context, parameter: click.Parameter, value: str | None) -> Array | None:
     """N, or N%M for at most M at once."""
-    from launch.jobs.slurm.script import Array
+    from launch.jobs.batch.job import Array
 
     if value is None:
         return None
@@ -62,11 +60,13 @@ def _settings_for(system: BatchSystem, settings: dict[str, object]) -> dict[str,
     given = {name: value for name, value in settings.items() if value is not None}
     if system.name != "pbs":
         return given
+    from launch.jobs.pbs.section import PbsSection
+
     for name in given:
-        if name not in PBS_KEYS:
+        if PBS_NAMES.get(name, name) not in PbsSection.model_fields:
             option = next((option for option, key, *_ in SETTINGS if key == name), f"--{name}")
             raise click.UsageError(f"{option} is for Slurm: PBS has launch.pbs.place, launch.pbs.resources and extra")
-    return {PBS_KEYS[name] or name: value for name, value in given.items()}
+    return {PBS_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def _with_settings(command: Any) -> Any:
@@ -106,17 +106,17 @@ def submit(
     said now, not when the job starts.
     """
     from launch.commands.submit_arguments import make_job, merge_words, parse_inner
-    from launch.jobs.slurm.resources import read_resources
+    from launch.jobs.batch.resources import read_resources
 
     inner = parse_inner(words, config_path, overrides)
     tell_choices(inner.settled)
-    system = find_system(inner.read(inner.settled.path, inner.overrides), settings.pop("scheduler"))
+    values = inner.read(inner.settled.path, inner.overrides)
+    check_batch_sections(values, str(inner.settled.path))
+    system = find_system(values, settings.pop("scheduler"))
     if chain is not None and system.name != "slurm":
         raise click.UsageError("--chain is of Slurm: jobs of PBS do not follow each other")
-    changes, section_class = _settings_for(system, settings), system.section_class
-    resources = read_resources(
-        inner.settled.path, inner.overrides, changes, inner.place_ranks, inner.read, section_class
-    )
+    changes = _settings_for(system, settings)
+    resources = read_resources(inner.settled.path, values, system.section_class, changes, inner.place_ranks)
     job = make_job(inner, resources, overrides, array, chain)
     script = system.render_script(job)
     if resources.lacks_cores:
@@ -137,7 +137,7 @@ def submit(
 
 
 def _submit(system: BatchSystem, job: BatchJob, script: str, is_followed: bool) -> int:
-    from launch.jobs.scheduler import SchedulerError
+    from launch.jobs.batch.scheduler import SchedulerError
 
     number = system.scheduler.submit(script, job.folder)
     try:
@@ -158,11 +158,10 @@ def _submit(system: BatchSystem, job: BatchJob, script: str, is_followed: bool) 
 
 
 def _follow(system: BatchSystem, job: str, is_server: bool) -> int:
-    from launch.jobs.slurm.follow import follow
+    from launch.jobs.batch.follow import follow
 
-    scheduler = system.scheduler
     try:
-        return follow(job, scheduler.find_jobs, is_server, scheduler.recall, scheduler.find_successor)
+        return follow(job, system.scheduler, is_server)
     except KeyboardInterrupt:
         print(
             f"\ntrtrun: job {job} goes on; see: trtrun status {job}, or end it: trtrun cancel {job}",
@@ -195,7 +194,7 @@ def cancel(job: str, now: bool, scheduler: str | None) -> int:
 
     JOB is a number, or ARRAY_TASK for one task of an array.
     """
-    from launch.jobs.scheduler import SchedulerError
+    from launch.jobs.batch.scheduler import SchedulerError
 
     system = find_system(name=scheduler).scheduler
     jobs = [item for item in system.find_jobs(job) if not (item.has_ended or item.is_ending)]

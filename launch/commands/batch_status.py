@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launch.batch.merge import part_path
-from launch.jobs.scheduler import BatchState, Scheduler
-from launch.jobs.slurm.follow import describe_end, describe_state
-from launch.jobs.slurm.reach import find_served, socket_path
+from launch.jobs.batch.follow import describe_end, describe_state
+from launch.jobs.batch.reach import find_served, socket_path
+from launch.jobs.batch.scheduler import BatchState, Scheduler
 from launch.serve.handover.name_file import NameFile
 
 

@@ -135,7 +135,7 @@ def load(
     Raises:
         TrtrunError: one line that names the file and the key, or the log file that cannot be written.
     """
-    from launch.jobs.pbs.section import check_batch_sections
+    from launch.commands.schedulers import check_batch_sections
     from launch.jobs.placement.run_config import load_run_config
 
     extra = [] if speculation is None else [f"speculation.method={speculation}"]

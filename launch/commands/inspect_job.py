@@ -15,6 +15,7 @@ import click
 from launch.commands.common import load, with_config
 from launch.commands.model_options import config_words, rank_words
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.yaml_source import read_values
 
 if TYPE_CHECKING:
     from launch.jobs.mpi.job import Job
@@ -55,26 +56,26 @@ def plan(
     which layout has the shortest.
     """
     _refuse_unused(hosts, figures)
+    from launch.commands.schedulers import check_batch_sections, find_system
+    from launch.jobs.batch.job import BatchJob
+    from launch.jobs.batch.resources import make_plan_config, place_on_simulated_hosts, read_resources
     from launch.jobs.mpi.job import Job
-    from launch.jobs.pbs.section import check_batch_sections
-    from launch.jobs.slurm.resources import load_plan_config, place_on_simulated_hosts, read_resources
 
     arguments = ["run", *config_words(config_path, overrides)]
     if speculation is not None:
         arguments += ["--speculation", speculation]
         overrides += (f"speculation.method={speculation}",)
     arguments += ["--prompt", "TEXT"]
+    values = read_values(config_path, overrides)
+    check_batch_sections(values, str(config_path))
+    system = find_system(values, "slurm" if slurm else "pbs" if pbs else None)
     script = None
     if slurm or pbs:
-        from launch.commands.schedulers import find_system
-        from launch.jobs.slurm.script import BatchJob
-
-        system = find_system(name="pbs" if pbs else "slurm")
-        resources = read_resources(config_path, overrides, section_class=system.section_class)
+        resources = read_resources(config_path, values, system.section_class)
         script = system.render_script(BatchJob(resources, arguments, Path.cwd()))
-        config, simulated_hosts = place_on_simulated_hosts(config_path, overrides, resources)
+        config, simulated_hosts = place_on_simulated_hosts(config_path, values, resources)
     else:
-        config, simulated_hosts = load_plan_config(config_path, overrides, check_batch_sections)
+        config, simulated_hosts = make_plan_config(config_path, values, system.section_class)
     if hosts:
         from launch.jobs.plan.host_layouts import Figures, plan_hosts, print_hosts_plan
 

@@ -181,13 +181,13 @@ def print_configuration(settled: Settled, more: Sequence[str] = ()) -> None:
     Raises:
         TrtrunError: it is refused.
     """
+    from launch.commands.schedulers import check_batch_sections
     from launch.jobs.placement.run_config import load_run_config
     from launch.jobs.plan.yaml_text import render_yaml, with_absolute_models
-    from launch.jobs.slurm.section import check_slurm_section
     from trtrun.configuration.config import RuntimeConfig
 
     overrides = [*settled.overrides, *more]
-    load_run_config(settled.path, overrides, check_slurm_section)
+    load_run_config(settled.path, overrides, check_batch_sections)
     base = Path.cwd() if settled.path == COMMAND_LINE else settled.path.resolve().parent
     found = with_absolute_models(read_values(settled.path, overrides), base)
     known = [*RuntimeConfig.model_fields]

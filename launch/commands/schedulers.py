@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launch.jobs.scheduler import Scheduler
-    from launch.jobs.slurm.resources import BatchSection
-    from launch.jobs.slurm.script import BatchJob
+    from launch.jobs.batch.job import BatchJob
+    from launch.jobs.batch.scheduler import BatchSection, Scheduler
 
 PROGRAMS = {"slurm": "squeue", "pbs": "qstat"}
 """Of each batch system one that is on PATH where it is. Slurm comes first: it may bring wrappers named as PBS's."""
@@ -61,3 +60,20 @@ def find_system(values: Mapping[str, Any] | None = None, name: str | None = None
     from launch.jobs.slurm.section import SlurmSection
 
     return BatchSystem("slurm", slurm, SlurmSection, render_script)
+
+
+def check_batch_sections(values: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError where a YAML file's mapping has a section of a batch system that is wrong.
+
+    Args:
+        values: the whole file.
+        where: what to call it in messages.
+    """
+    from launch.jobs.pbs.section import PbsSection
+    from launch.jobs.slurm.section import SlurmSection
+    from trtrun.configuration.engine_sections import check_section
+
+    launch = values.get("launch")
+    for name, section_class in (("slurm", SlurmSection), ("pbs", PbsSection)):
+        if isinstance(launch, dict) and name in launch:
+            check_section(section_class, launch[name], where, ("launch", name))

@@ -23,9 +23,8 @@ from launch.commands.prompts import given_sampling
 from launch.commands.run import data_options, generate_data, merge, run
 from launch.commands.serve import check_extra, check_served, serve
 from launch.commands.train_drafter import train_drafter, train_options
-from launch.jobs.slurm.chain import Chain
-from launch.jobs.slurm.resources import BatchResources
-from launch.jobs.slurm.script import Array, BatchJob, Word, part_output
+from launch.jobs.batch.job import Array, BatchJob, Chain, Word, part_output
+from launch.jobs.batch.resources import BatchResources
 from launch.train.job import place_training_ranks, read_training_values
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
@@ -171,7 +170,7 @@ def _make_chain(inner: Inner, resources: BatchResources, start: Sequence[str], c
     ]
     name_file = section.name_file
     if name_file is None:
-        name_file = Path(f"{resources.slurm.job_name}.server.json")
+        name_file = Path(f"{resources.section.job_name}.server.json")
         if name_file.name != str(name_file):
             raise ConfigError("server.name_file: missing, and no file can be called as launch.slurm.job_name is")
         added += ["--name-file", str(name_file)]

@@ -10,8 +10,7 @@ import torch
 
 from launch.jobs.check.preflight import count_gpus
 from launch.jobs.mpi.library import find_library
-from launch.jobs.slurm.client import SlurmError
-from launch.jobs.slurm.partitions import Partition, list_partitions
+from launch.jobs.slurm.client import Partition, SlurmError, list_partitions
 from trtrun.errors import PlacementError
 from trtrun.kvcache.sizing import format_bytes
 from trtrun.threads import count_cores

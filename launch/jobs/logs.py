@@ -25,6 +25,7 @@ from types import TracebackType
 
 from launch.jobs.mpi.hosts import is_placed
 from launch.jobs.mpi.mpirun import TERMINAL_VARIABLE
+from launch.jobs.placement.allocation import find_job
 from parallel.mpi_rank import MpiRank
 from parallel.topology import Topology
 from trtrun import __version__
@@ -139,9 +140,11 @@ def set_up_logging(speaker: Speaker, verbosity: int = 0, directory: Path | None 
         root.addHandler(handler)
     root.setLevel(min(handler.level for handler in handlers))
     _hook_exceptions()
-    known = (("Slurm", "SLURM_JOB_ID"), ("PBS", "PBS_JOBID"))
-    job = next((f", {name} job {os.environ[variable]}" for name, variable in known if variable in os.environ), "")
-    logger.info("started: trtrun %s, Python %s, process %d%s", __version__, platform.python_version(), os.getpid(), job)
+    job = find_job(os.environ)
+    where = "" if job is None else f", {job[0]} job {job[1]}"
+    logger.info(
+        "started: trtrun %s, Python %s, process %d%s", __version__, platform.python_version(), os.getpid(), where
+    )
 
 
 class _Format(logging.Formatter):

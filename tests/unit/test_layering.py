@@ -40,9 +40,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "launch.jobs": (
         frozenset({"plan"}),
-        frozenset({"pbs"}),
-        frozenset({"slurm"}),
-        frozenset({"scheduler"}),
+        frozenset({"pbs", "slurm"}),
+        frozenset({"batch"}),
         frozenset({"check"}),
         frozenset({"terminal", "logs"}),
         frozenset({"mpi"}),

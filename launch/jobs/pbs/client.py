@@ -1,7 +1,7 @@
 """PBS's programs, called with lists of words and read through their machine formats: submit, look up, signal, end.
 
 It knows what OpenPBS and PBS Professional say of a job; Torque, whose programs have the same names, is refused. It does
-not know scripts (script.py), logs that grow (slurm/follow.py) or configurations.
+not know scripts (script.py), logs that grow (batch/follow.py) or configurations.
 
 Jobs are looked up by qstat's format of separated values: its JSON cannot be parsed in older versions where a variable
 of the job holds a quote or a number that begins with 0.
@@ -9,17 +9,19 @@ of the job holds a quote or a number that begins with 0.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
+from typing_extensions import override
+
 from launch.exit_codes import ExitCode, status_of_signal
+from launch.jobs.batch.job import parse_record
+from launch.jobs.batch.scheduler import BatchState, SchedulerError, call, describe_failure, tell
 from launch.jobs.pbs.script import END_LINE, NEXT_LINE, RECORD_VARIABLE
-from launch.jobs.scheduler import BatchState, SchedulerError, call
 
 SEPARATOR = "\x1f"
 JOB = re.compile(r"([0-9]+)(?:\[([0-9]*)\]|_([0-9]+))?(\.[\w.-]+)?")
@@ -47,9 +49,13 @@ class PbsError(SchedulerError):
     system = "PBS"
 
 
-@dataclass(frozen=True)
-class PbsJob:
-    """What PBS says of one job, or of one task of an array. Attributes as in `SlurmJob`.
+_call = partial(call, PbsError)
+_tell = partial(tell, PbsError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PbsJob(BatchState):
+    """What PBS says of one job, or of one task of an array.
 
     Attributes:
         identifier: by which PBS's programs know it.
@@ -57,46 +63,15 @@ class PbsJob:
     """
 
     identifier: str
-    name: str
-    number: int
-    task: int | None
-    state: str
-    reason: str
     status: int | None
-    restarts: int
-    elapsed: str
-    num_nodes: str
-    nodes: str
-    log: Path | None
+
+    ended_states = frozenset({"FINISHED", "COMPLETED", "FAILED", "TERMINATED", "MOVED"})
+    running_states = frozenset({"RUNNING", "SUSPENDED"})
+    ending_states = frozenset({"EXITING"})
 
     @property
-    def label(self) -> str:
-        """What users call it: the number, or ARRAY[TASK]."""
-        return str(self.number) if self.task is None else f"{self.number}[{self.task}]"
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing more comes of it."""
-        return self.state in ("FINISHED", "COMPLETED", "FAILED", "TERMINATED", "MOVED")
-
-    @property
-    def is_running(self) -> bool:
-        """Whether its script runs."""
-        return self.state in ("RUNNING", "SUSPENDED")
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether its script has ended, and its nodes are being cleaned."""
-        return self.state == "EXITING"
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it is in the queue."""
-        return not (self.is_running or self.is_ending or self.has_ended)
-
-    @property
+    @override
     def exit_status(self) -> int:
-        """The exit status that stands for its end: the script's own where it ended by itself."""
         if self.status is None or self.status < 0:
             return ExitCode.FAILED
         if self.status > FIRST_SIGNAL_STATUS:
@@ -116,7 +91,7 @@ def submit(script: str, cwd: Path) -> int:
     done = _call(["qsub"], input=script, cwd=cwd)
     match = JOB.fullmatch(done.stdout.strip())
     if done.returncode or match is None:
-        raise PbsError(f"qsub refused the job: {_reason(done)}")
+        raise PbsError(f"qsub refused the job: {describe_failure(done)}")
     return int(match[1])
 
 
@@ -152,6 +127,7 @@ def read_job(values: Mapping[str, str]) -> PbsJob:
         identifier=values[""],
         name=values.get("Job_Name", ""),
         number=int(match[1]),
+        label=match[1] if task is None else f"{match[1]}[{task}]",
         task=task,
         state=state,
         reason=comment if is_told else "",
@@ -167,11 +143,7 @@ def read_job(values: Mapping[str, str]) -> PbsJob:
 def read_record(job: str) -> Mapping[str, object]:
     """What `trtrun submit` wrote into the job's variables for later; empty where there is none."""
     match = re.search(rf"(?:^|,){RECORD_VARIABLE}=([^,]*)", _look_up(job)[0].get("Variable_List", ""))
-    try:
-        record = json.loads(unquote(match[1])) if match else {}
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+    return parse_record(unquote(match[1]) if match else None)
 
 
 def drain_jobs(jobs: Sequence[BatchState]) -> None:
@@ -217,7 +189,9 @@ def find_successor(job: BatchState) -> BatchState | None:
     if number is None:
         return None
     log = job.log.with_name(re.sub(rf"\.o{job.number}$", f".o{number}", job.log.name)) if job.log is not None else None
-    return replace(job, identifier=number, number=int(number), state="QUEUED", status=None, nodes="", log=log)
+    return replace(
+        job, identifier=number, number=int(number), label=number, state="QUEUED", status=None, nodes="", log=log
+    )
 
 
 def _find_in_log(job: BatchState, template: str) -> str | None:
@@ -261,22 +235,5 @@ def _look_up(job: str) -> list[dict[str, str]]:
         if found:
             return found
         if "Unknown Job Id" not in done.stderr:
-            raise PbsError(f"qstat: {_reason(done)}")
+            raise PbsError(f"qstat: {describe_failure(done)}")
     raise PbsError(f"PBS does not know a job {job}: many clusters forget jobs at their end; see its log")
-
-
-def _tell(words: Sequence[str]) -> None:
-    done = _call(words)
-    if done.returncode:
-        raise PbsError(f"{words[0]}: {_reason(done)}")
-
-
-def _call(words: Sequence[str], input: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return call(PbsError, words, input, cwd)
-
-
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """What a program said, as one line, without its own name and usage."""
-    lines = [line.strip() for line in done.stderr.partition("\nusage:")[0].splitlines()]
-    said = "; ".join(dict.fromkeys(re.sub(r"^q\w+: ", "", line) for line in lines if line))
-    return said or f"exit status {done.returncode}, without a reason"

@@ -14,9 +14,16 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from launch.exit_codes import ExitCode
+from launch.jobs.batch.job import (
+    BatchJob,
+    Spelled,
+    check_settings,
+    check_warning,
+    make_record,
+)
+from launch.jobs.batch.script_parts import describe_ranks, find_finished, wrap_words
 from launch.jobs.pbs.script_parts import HEARING, draining_body, plain_body, timer
 from launch.jobs.pbs.section import PbsSection
-from launch.jobs.slurm.script import END_SECONDS, BatchJob, Spelled, describe_ranks, make_record, wrap_words
 from trtrun.errors import ConfigError
 
 RECORD_VARIABLE = "TRTRUN_JOB"
@@ -50,9 +57,8 @@ def render_script(job: BatchJob) -> str:
     Raises:
         ConfigError: settings that do not fit together.
     """
-    pbs = section_of(job)
+    pbs = job.resources.section_as(PbsSection)
     _check(job, pbs)
-    goes_on = job.goes_on and pbs.requeue
     sections = [
         ["#!/bin/bash", *(f"#PBS {directive}" for directive in _directives(job, pbs))],
         [*describe_ranks(job)],
@@ -66,15 +72,9 @@ def render_script(job: BatchJob) -> str:
         [*_environment(job, pbs)],
         ["# launch.pbs.setup", *pbs.setup] if pbs.setup else [],
         [*_command(job, pbs)],
-        [_body(job, goes_on)],
+        [draining_body(find_finished(job, TASK_VARIABLE)) if job.drains else plain_body()],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
-
-
-def section_of(job: BatchJob) -> PbsSection:
-    """The settings of a job of PBS."""
-    assert isinstance(job.resources.section, PbsSection)
-    return job.resources.section
 
 
 def _directives(job: BatchJob, pbs: PbsSection) -> Iterator[str]:
@@ -126,11 +126,10 @@ def _environment(job: BatchJob, pbs: PbsSection) -> Iterator[str]:
     if path := os.environ.get("PYTHONPATH"):
         yield f"export PYTHONPATH={shlex.quote(path)}"
     cores = job.resources.cpus_per_task or (None if pbs.takes_whole_nodes else 1)
-    yield (
-        "unset OMP_NUM_THREADS # by PBS: all cores of the node, for each rank"
-        if cores is None
-        else (f"export OMP_NUM_THREADS={cores} # of each rank; PBS says all cores of the node")
-    )
+    if cores is None:
+        yield "unset OMP_NUM_THREADS # by PBS: all cores of the node, for each rank"
+    else:
+        yield f"export OMP_NUM_THREADS={cores} # of each rank; PBS says all cores of the node"
     if job.resources.topology.world_size == 1:
         return
     if pbs.launcher == "pals":
@@ -171,22 +170,9 @@ def _place_ranks(job: BatchJob) -> Iterator[str | Spelled]:
     yield ",".join(listed) if named else Nodes(tuple(resources.hosts.index(host) for host in listed))
 
 
-def _body(job: BatchJob, goes_on: bool) -> str:
-    """Run the command, so that a signal drains it where it can."""
-    if not job.drains:
-        return plain_body()
-    if not goes_on:
-        return draining_body()
-    if job.output is None:
-        return draining_body(shlex.quote(str(job.steps)), "steps")
-    return draining_body(shlex.quote(f"{job.output}.partial"))
-
-
 def _check(job: BatchJob, pbs: PbsSection) -> None:
     """Raise ConfigError for settings that qsub would take, and that would go wrong later."""
-    for option in pbs.extra:
-        if not option.startswith("-"):
-            raise ConfigError(f"launch.pbs.extra: {option!r} is no option of qsub: write it with its dashes")
+    check_settings(job, "qsub")
     if pbs.output is not None and not (job.folder / pbs.output).parent.is_dir():
         raise ConfigError(f"launch.pbs.output: {(job.folder / pbs.output).parent} does not exist: make it")
     if job.array is not None and pbs.output is not None and "^array_index^" not in pbs.output:
@@ -197,26 +183,11 @@ def _check(job: BatchJob, pbs: PbsSection) -> None:
         raise ConfigError("--array 1: PBS has no arrays of one job: leave the option out")
     if pbs.requeue and job.array is not None:
         raise ConfigError("launch.pbs.requeue: an array does not go on by itself: --no-requeue, and submit it again")
-    if pbs.requeue and job.output is None and job.words[0] == "run":
-        raise ConfigError("launch.pbs.requeue: only a run with --output FILE.jsonl keeps rows to go on with")
     if pbs.launcher == "pals" and job.resources.named and set(job.resources.named) != set(job.resources.hosts):
         raise ConfigError(
             "launch.pbs.launcher: pals needs to know each rank's node: name all hosts, or count all devices"
         )
-    if not job.drains:
-        return
-    if pbs.seconds is None:
-        if pbs.requeue and job.goes_on:
-            raise ConfigError("launch.pbs.requeue: needs launch.pbs.walltime: PBS warns no job, so the job has to know")
-        return
-    if pbs.seconds <= pbs.signal_seconds:
-        raise ConfigError(
-            f"launch.pbs.walltime: with a limit of {pbs.walltime} the warning {pbs.signal_seconds} s before the end "
-            "(launch.pbs.signal_seconds) would come at once: ask for more time, or for a shorter warning"
-        )
-    drain_seconds = job.resources.config.launch.drain_seconds
-    if (pbs.requeue or job.is_server) and pbs.signal_seconds < drain_seconds + END_SECONDS:
-        raise ConfigError(
-            f"launch.pbs.signal_seconds: a warning of {pbs.signal_seconds} s is too short for launch.drain_seconds "
-            f"({drain_seconds:g}) and {END_SECONDS:g} s to end: raise it, or drain for less"
-        )
+    if pbs.seconds is not None:
+        check_warning(job, "walltime", pbs.walltime, pbs.seconds)
+    elif pbs.requeue and job.goes_on:
+        raise ConfigError("launch.pbs.requeue: needs launch.pbs.walltime: PBS warns no job, so the job has to know")

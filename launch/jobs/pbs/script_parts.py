@@ -7,11 +7,10 @@ elsewhere. So SIGTERM, of qdel and at the limit, needs no help to reach the comm
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
-from launch.exit_codes import ExitCode, status_of_signal
-from launch.jobs.slurm.script_parts import MOST_IDLE_STARTS
+from launch.exit_codes import ExitCode
+from launch.jobs.batch.script_parts import go_on, run_draining
 
 HEARING = """\
 # URG comes from `trtrun cancel`, USR1 from the timer below; TERM from PBS, which sends it to the command, too.
@@ -56,40 +55,14 @@ wait "$child" || wait "$child"
 status=$?
 """
 
-_DRAINING_BODY = """\
-# Drained, the command begins nothing more, and where something is left its status is {drained}.
-{count_before}\
-"${{job[@]}}" &
-child=$!
-[[ -z $heard ]] || kill -s USR1 "$child"
-while [[ $again ]]; do # a signal ends `wait` before the command has ended
-    again=''
-    wait "$child"
-    status=$?
-done
-child=''
-[[ -z $timer ]] || kill "$timer" 2>/dev/null
-[[ $status != {unheard} ]] || status={drained} # the signal came before the command could hear it
-{requeue}\
-"""
+_DRAINED = "# Drained, the command begins nothing more, and where something is left its status is {drained}.\n"
+_KEEP_SCRIPT = """script=$(<"${BASH_SOURCE[0]}") # to submit it again\n"""
+_END_TIMER = """[[ -z $timer ]] || kill "$timer" 2>/dev/null\n"""
 
-_COUNT_BEFORE = """\
-script=$(<"${{BASH_SOURCE[0]}}") # to submit it again
-# {what} that are done: each is a line.
-count_done() {{ cat {counted} 2>/dev/null | wc -l; }}
-before=$(count_done)
-"""
-
-_REQUEUE = """
-if [[ $status == {drained} && $heard == USR1 ]]; then
-    if (( $(count_done) > before || ${{TRTRUN_START:-1}} <= {most_idle_starts} )); then
+_SUBMIT_AGAIN = """\
         next=$(PATH=$PATH:$PBS_O_PATH qsub -v "TRTRUN_JOB,TRTRUN_START=$((${{TRTRUN_START:-1}} + 1))" <<<"$script") &&
             echo "trtrun: job ${{next%%.*}} goes on, with the {what} that are left" ||
-            echo "trtrun: qsub did not take the next job, for the {what} that are left: submit it"
-    else
-        echo "trtrun: no {what} were finished, nor would many be in the next start: not submitted; ask for more time"
-    fi
-fi
+            echo "trtrun: qsub did not take the next job, for the {what} that are left: submit it"\
 """
 
 
@@ -98,18 +71,12 @@ def plain_body() -> str:
     return _PLAIN_BODY + _END
 
 
-def draining_body(counted: str | None = None, what: str = "rows") -> str:
+def draining_body(finished: tuple[str, str] | None) -> str:
     """Run the command `job` so that a signal drains it.
 
     Args:
-        counted: submit the job again when the timer has drained it, as long as it gets on: by the lines of this file,
-            quoted for bash. None: never.
-        what: its lines stand for.
+        finished: as of `run_draining`.
     """
-    drained, count_before, requeue = int(ExitCode.DRAINED), "", ""
-    if counted is not None:
-        count_before = _COUNT_BEFORE.format(counted=counted, what=what.capitalize())
-        requeue = _REQUEUE.format(drained=drained, what=what, most_idle_starts=MOST_IDLE_STARTS)
-    unheard = status_of_signal(signal.SIGUSR1)
-    body = _DRAINING_BODY.format(drained=drained, unheard=unheard, count_before=count_before, requeue=requeue)
-    return body + _END
+    before = _DRAINED.format(drained=int(ExitCode.DRAINED)) + ("" if finished is None else _KEEP_SCRIPT)
+    behind = go_on(finished, "${TRTRUN_START:-1}", _SUBMIT_AGAIN, "not submitted")
+    return before + run_draining(finished) + _END_TIMER + behind + _END

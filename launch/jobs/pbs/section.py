@@ -6,14 +6,13 @@ The runtime keeps the section unread; the commands of `trtrun` check it here. It
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from launch.jobs.batch.scheduler import GpuRequest
 from launch.jobs.placement.allocation import MOST_HOSTS
-from launch.jobs.slurm.section import GpuRequest, check_slurm_section
-from trtrun.configuration.engine_sections import check_section
 from trtrun.configuration.process_sections import Line, Lines, Number, Section
 from trtrun.errors import shorten
 
@@ -109,16 +108,3 @@ class PbsSection(Section):
         """The walltime; None where the queue's holds."""
         match = _WALLTIME.fullmatch(self.walltime or "")
         return None if match is None else (int(match[1]) * 60 + int(match[2])) * 60 + int(match[3])
-
-
-def check_batch_sections(values: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError where a YAML file's mapping has a section of a batch system that is wrong.
-
-    Args:
-        values: the whole file.
-        where: what to call it in messages.
-    """
-    check_slurm_section(values, where)
-    launch = values.get("launch")
-    if isinstance(launch, dict) and "pbs" in launch:
-        check_section(PbsSection, launch["pbs"], where, ("launch", "pbs"))

@@ -40,6 +40,14 @@ def in_slurm(environment: Mapping[str, str]) -> bool:
     return bool(environment.get("SLURM_JOB_NODELIST"))
 
 
+def find_job(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """The batch system and the number of the job that a process runs in; None outside one."""
+    for system, variable in (("Slurm", "SLURM_JOB_ID"), ("PBS", "PBS_JOBID")):
+        if environment.get(variable):
+            return system, environment[variable].partition(".")[0]
+    return None
+
+
 def is_outside(environment: Mapping[str, str]) -> bool:
     """Whether the environment speaks of a Slurm job that this host has no part in: a login node's, or one that is over.
 

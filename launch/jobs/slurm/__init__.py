@@ -1,1 +1,1 @@
-"""Batch jobs of Slurm: what a job needs, its script, and following it until it ends."""
+"""Batch jobs of Slurm: their settings and script, and Slurm's programs."""

@@ -7,10 +7,9 @@ they are told is the name's file.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 from launch.exit_codes import ExitCode
+from launch.jobs.batch.job import Chain
 from launch.jobs.slurm.section import SlurmSection
 from trtrun.errors import ConfigError
 
@@ -46,19 +45,6 @@ if [[ $next && $heard != USR1 ]]; then
 fi
 """
 """Bash behind the command: `heard` is the signal that has drained it, `status` its exit status."""
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Jobs of one name.
-
-    Attributes:
-        count: jobs in all.
-        name_file: that says where the newest server listens, absolute.
-    """
-
-    count: int
-    name_file: Path
 
 
 def submit_next(chain: Chain, slurm: SlurmSection, limit: float | None) -> Iterator[str]:

@@ -1,24 +1,27 @@
 """Slurm's programs, called with lists of words and read through their machine formats: submit, look up, signal, end.
 
-It knows what Slurm says of a job. It does not know scripts (script.py), logs (follow.py) or configurations.
+It knows what Slurm says of a job and of partitions. It does not know scripts (script.py), logs (batch/follow.py) or
+configurations.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from typing_extensions import override
+
 from launch.exit_codes import ExitCode, status_of_signal
-from launch.jobs.scheduler import BatchState, SchedulerError
-from launch.jobs.scheduler import call as call_program
+from launch.jobs.batch.job import parse_record
+from launch.jobs.batch.scheduler import BatchState, SchedulerError, call, describe_failure, tell
 from launch.jobs.slurm.chain import FOLLOWS
 from launch.jobs.slurm.script import RECORD
+from launch.jobs.slurm.section import count_gres_gpus
 
 ENDED = frozenset(
     {
@@ -28,8 +31,6 @@ ENDED = frozenset(
 )  # fmt: skip
 """States that a job does not leave."""
 
-RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED"})
-ENDING = frozenset({"COMPLETING", "STAGE_OUT"})
 SEPARATOR = "\x1f"
 JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 FIELDS = (
@@ -45,61 +46,27 @@ class SlurmError(SchedulerError):
     system = "Slurm"
 
 
-@dataclass(frozen=True)
-class SlurmJob:
+_call = partial(call, SlurmError)
+_tell = partial(tell, SlurmError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob(BatchState):
     """What Slurm says of one job, or of one task of an array.
 
     Attributes:
-        name: of the job.
-        number: its own number.
-        label: what users call it: the number, or ARRAY_TASK.
-        task: number in the array, None outside one.
-        state: such as RUNNING.
-        reason: why it waits or why it ended; empty where there is none.
         wait_status: of the batch script, as waitpid gives it.
-        restarts: how often it was requeued.
-        elapsed: running time of this start, as Slurm writes it.
-        num_nodes: nodes it has or wants.
-        nodes: their names, compressed; empty while it has none.
-        log: the file of its output, None where Slurm does not tell it any more.
     """
 
-    name: str
-    number: int
-    label: str
-    task: int | None
-    state: str
-    reason: str
     wait_status: int
-    restarts: int
-    elapsed: str
-    num_nodes: str
-    nodes: str
-    log: Path | None
+
+    ended_states = ENDED
+    running_states = frozenset({"RUNNING", "SUSPENDED", "STOPPED"})
+    ending_states = frozenset({"COMPLETING", "STAGE_OUT"})
 
     @property
-    def has_ended(self) -> bool:
-        """Whether nothing more comes of it."""
-        return self.state in ENDED
-
-    @property
-    def is_running(self) -> bool:
-        """Whether its script runs."""
-        return self.state in RUNNING
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether its script has ended, and its nodes are being cleaned."""
-        return self.state in ENDING
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it is in the queue, for the first time or again."""
-        return not (self.is_running or self.is_ending or self.has_ended)
-
-    @property
+    @override
     def exit_status(self) -> int:
-        """The exit status that stands for its end: the script's own where it ended by itself."""
         if self.state == "COMPLETED":
             return ExitCode.DONE
         if os.WIFEXITED(self.wait_status) and self.wait_status:
@@ -115,7 +82,7 @@ def submit(script: str, cwd: Path) -> int:
     Raises:
         SlurmError: sbatch refused it.
     """
-    done = call(["sbatch", "--parsable"], input=script, cwd=cwd)
+    done = _call(["sbatch", "--parsable"], input=script, cwd=cwd)
     match = re.match(r"([0-9]+)", done.stdout.strip())
     if done.returncode or match is None:
         raise SlurmError(f"sbatch refused the job: {describe_failure(done)}")
@@ -133,7 +100,7 @@ def find_jobs(job: str) -> list[SlurmJob]:
     """
     check_name(job)
     form = ",".join(f"{name}:{SEPARATOR}" for name in FIELDS)
-    done = call(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", f"--Format={form}"])
+    done = _call(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", f"--Format={form}"])
     if done.returncode and "Invalid job id" not in done.stderr:
         raise SlurmError(f"squeue: {describe_failure(done)}")
     jobs = [read_job(line) for line in done.stdout.split("\n") if SEPARATOR in line] or _find_in_accounts(job)
@@ -172,7 +139,7 @@ def find_next(number: int) -> list[SlurmJob]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    done = call(["squeue", "--noheader", f"--user={os.getuid()}", "--Format=JobID:20,Comment:80"])
+    done = _call(["squeue", "--noheader", f"--user={os.getuid()}", "--Format=JobID:20,Comment:80"])
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     return [
         job for line in lines if line[1:] and line[1].strip() == f"{FOLLOWS} {number}" for job in find_jobs(line[0])
@@ -184,7 +151,7 @@ def _find_in_accounts(job: str) -> list[SlurmJob]:
     names = "JobIDRaw,JobID,State,ExitCode,Elapsed,NNodes,NodeList,JobName"
     if shutil.which("sacct") is None:
         return []
-    done = call(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={names}"])
+    done = _call(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={names}"])
     jobs = []
     for line in done.stdout.splitlines() if done.returncode == 0 else ():
         number, label, state, status, elapsed, num_nodes, nodes, name = line.split("|", 7)
@@ -212,15 +179,9 @@ def _find_in_accounts(job: str) -> list[SlurmJob]:
 def read_record(job: str) -> Mapping[str, object]:
     """What `trtrun submit` wrote into the job's script for later; empty where Slurm has no such script."""
     check_name(job)
-    done = call(["scontrol", "write", "batch_script", job, "-"])
+    done = _call(["scontrol", "write", "batch_script", job, "-"])
     line = next((line for line in done.stdout.splitlines() if line.startswith(RECORD)), None)
-    if done.returncode or line is None:
-        return {}
-    try:
-        record = json.loads(line.removeprefix(RECORD))
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+    return parse_record(None if done.returncode or line is None else line.removeprefix(RECORD))
 
 
 def recall(job: BatchState) -> BatchState | None:
@@ -239,16 +200,7 @@ def drain_jobs(jobs: Sequence[BatchState]) -> None:
     Raises:
         SlurmError: scancel refused.
     """
-    signal_scripts(jobs, "TERM")
-
-
-def signal_scripts(jobs: Sequence[BatchState], name: str) -> None:
-    """Send a signal to the batch scripts of running jobs, and to nothing else.
-
-    Raises:
-        SlurmError: scancel refused.
-    """
-    _cancel(["--batch", f"--signal={name}", *(item.label for item in jobs)])
+    _tell(["scancel", "--batch", "--signal=TERM", *(item.label for item in jobs)])
 
 
 def end_jobs(jobs: Sequence[BatchState]) -> None:
@@ -257,7 +209,7 @@ def end_jobs(jobs: Sequence[BatchState]) -> None:
     Raises:
         SlurmError: scancel refused.
     """
-    _cancel([item.label for item in jobs])
+    _tell(["scancel", *(item.label for item in jobs)])
 
 
 def check_name(job: str) -> None:
@@ -266,23 +218,48 @@ def check_name(job: str) -> None:
         raise SlurmError(f"{job!r} is no job: write its number, such as 12, or 12_3 for task 3 of an array")
 
 
-def _cancel(words: Sequence[str]) -> None:
-    done = call(["scancel", *words])
-    if done.returncode:
-        raise SlurmError(f"scancel: {describe_failure(done)}")
+@dataclass(frozen=True)
+class Partition:
+    """Nodes of one kind in a partition.
+
+    Attributes:
+        name: of the partition.
+        is_default: whether jobs that name none go there.
+        time_limit: as Slurm writes it.
+        num_nodes: of this kind.
+        gpus: of each node; 0 for none.
+        gres: generic resources of each node, as Slurm writes them; empty for none.
+    """
+
+    name: str
+    is_default: bool
+    time_limit: str
+    num_nodes: int
+    gpus: int
+    gres: str
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes} node{'' if self.num_nodes == 1 else 's'}"
+        return f"{self.name} ({nodes}{f' of {self.gres}' if self.gres else ''}, up to {self.time_limit})"
 
 
-def call(words: Sequence[str], input: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's programs.
+def list_partitions() -> list[Partition]:
+    """The partitions that are up, in Slurm's order.
 
     Raises:
-        SlurmError: it is not there, or does not come back.
+        SlurmError: there is no sinfo, or it fails.
     """
-    return call_program(SlurmError, words, input, cwd)
-
-
-def describe_failure(done: subprocess.CompletedProcess[str]) -> str:
-    """What a program said, as one line, without its name before each sentence."""
-    lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in done.stderr.splitlines()]
-    said = "; ".join(dict.fromkeys(line for line in lines if line))
-    return said or f"exit status {done.returncode}, without a reason"
+    done = _call(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%G"])
+    if done.returncode:
+        raise SlurmError(f"sinfo failed: {describe_failure(done)}")
+    found = []
+    for line in done.stdout.splitlines():
+        words = [word.strip() for word in line.split("|")]
+        if len(words) != 5 or words[1] != "up":
+            continue
+        name, _, limit, nodes, gres = words
+        gres = "" if gres in ("(null)", "N/A") else gres
+        count = int(nodes) if nodes.isdecimal() else 0
+        gpus = count_gres_gpus(gres) or 0
+        found.append(Partition(name.removesuffix("*"), name.endswith("*"), limit, count, gpus, gres))
+    return found

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.jobs.slurm.resources import BatchResources
-from launch.jobs.slurm.section import ContainerSection
+from launch.jobs.batch.job import BatchJob
+from launch.jobs.batch.resources import BatchResources
+from launch.jobs.slurm.section import ContainerSection, SlurmSection
 from trtrun.errors import ConfigError
 
 PREFIXES = {"apptainer": "APPTAINER", "singularity": "SINGULARITY"}
@@ -32,9 +33,10 @@ def check_container(resources: BatchResources, folders: Sequence[str]) -> None:
     Raises:
         ConfigError: one line that names the key.
     """
-    container = resources.slurm.container
+    slurm = resources.section_as(SlurmSection)
+    container = slurm.container
     assert container is not None
-    if resources.slurm.launcher == "mpirun" and len(resources.hosts) > 1:
+    if slurm.launcher == "mpirun" and len(resources.hosts) > 1:
         raise ConfigError(
             "launch.slurm.container: an mpirun inside the image cannot start ranks on the other nodes: "
             "set launch.slurm.launcher: srun"
@@ -69,18 +71,14 @@ def prepare_container(container: ContainerSection, is_step: bool) -> Iterator[st
         yield f"export {before}{name}={shlex.quote(value)}"
 
 
-def folders_to_bind(folder: Path, output: Path | None, words: Iterable[str]) -> list[str]:
-    """The job's folder, and those of its output and of files that its command names: its YAML file, prompts.
-
-    Args:
-        folder: where the job runs.
-        output: its file, absolute; None for a command that keeps none.
-        words: that may be files' names, from there; others are passed over.
-    """
-    files = [os.path.abspath(folder / word) for word in words]
+def folders_to_bind(job: BatchJob) -> list[str]:
+    """The folders that an image must have of the host: the job's first, then those of files that its command names,
+    such as its YAML file and prompts, and of its output."""
+    texts = [word.rpartition("=")[2] if word.startswith("-") else word for word in job.words if isinstance(word, str)]
+    files = [os.path.abspath(job.folder / text) for text in texts]
     parents = [Path(file).parent for file in files if os.path.isfile(file)]
-    found = [folder]
-    for parent in [*parents, *([output.parent] if output is not None else [])]:
+    found = [job.folder]
+    for parent in [*parents, *([job.output.parent] if job.output is not None else [])]:
         if parent != Path("/") and not any(parent.is_relative_to(other) for other in found):
             found.append(parent)
     return [str(item) for item in found]
@@ -94,7 +92,7 @@ def container_words(resources: BatchResources, step: Sequence[str], folders: Seq
         step: srun and its options, where it starts the ranks; else nothing.
         folders: to bind beside those of the section; the first is where the job runs.
     """
-    container = resources.slurm.container
+    container = resources.section_as(SlurmSection).container
     assert container is not None
     folder = folders[0]
     if container.runtime in PREFIXES:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 from collections.abc import Iterator, Mapping
 
-from launch.exit_codes import ExitCode, status_of_signal
+from launch.exit_codes import ExitCode
+from launch.jobs.batch.resources import BatchResources
+from launch.jobs.batch.script_parts import go_on, run_draining
 from launch.jobs.mpi.flavours import FLAVOURS, Flavour, When
 from launch.jobs.mpi.library import choose_flavour
-from launch.jobs.slurm.resources import BatchResources
+from launch.jobs.slurm.section import SlurmSection
 from trtrun.errors import ConfigError
 
 PROTOCOLS = {"openmpi4": "pmix", "mpich": "pmi2"}
@@ -57,7 +58,7 @@ def _choose_mpi(resources: BatchResources) -> tuple[Flavour, Mapping[str, str]]:
     """The MPI library of the ranks, and variables that make them load it. An image cannot be asked from here: where
     launch.mpi does not say otherwise it has MPICH, as those of containers/ have."""
     name = resources.config.launch.mpi
-    if resources.slurm.container is not None:
+    if resources.section_as(SlurmSection).container is not None:
         return FLAVOURS["mpich" if name == "auto" else name], {}
     choice = choose_flavour(name, os.environ)
     return choice.flavour, choice.environment
@@ -69,7 +70,7 @@ def step_words(resources: BatchResources) -> list[str]:
     Raises:
         ConfigError: srun has no protocol for this MPI library.
     """
-    slurm, size = resources.slurm, resources.topology.world_size
+    slurm, size = resources.section_as(SlurmSection), resources.topology.world_size
     kind = slurm.srun_mpi
     if kind is None:
         flavour, _ = _choose_mpi(resources)
@@ -87,10 +88,6 @@ def step_words(resources: BatchResources) -> list[str]:
     return [*words, "--cpu-bind=none", "--kill-on-bad-exit=1", "--overcommit"]
 
 
-MOST_IDLE_STARTS = 3
-"""A job that finishes nothing in one of its first starts is requeued all the same: the warning may have come early.
-Later on it is not, because what it does most likely does not fit into the time limit, and it would start for ever."""
-
 PLAIN_BODY = """\
 # A signal ends the command. It also ends the first `wait`, and the second one takes the command's status.
 "${job[@]}" &
@@ -99,7 +96,7 @@ trap 'kill -s TERM "$child"' TERM
 wait "$child" || wait "$child"\
 """
 
-_DRAINING_BODY = """\
+_HEARING = """\
 # USR1 is Slurm's warning before the time limit, TERM comes from `trtrun cancel`. Either makes the command drain: it
 # begins nothing more, what is in flight has {drain_seconds:g} s, and where something is left the status is {drained}.
 child='' heard='' again=yes
@@ -109,57 +106,23 @@ hear() {{
 }}
 trap 'hear USR1' USR1
 trap 'hear TERM' TERM
-{count_before}
-"${{job[@]}}" &
-child=$!
-[[ -z $heard ]] || kill -s USR1 "$child"
-while [[ $again ]]; do # a signal ends `wait` before the command has ended
-    again=''
-    wait "$child"
-    status=$?
-done
-child=''
-[[ $status != {unheard} ]] || status={drained} # the signal came before the command could hear it: nothing had begun
-{requeue}\
-exit "$status"\
+
 """
 
-_COUNT_BEFORE = """
-# {what} that are done: each is a line.
-count_done() {{ cat {counted} 2>/dev/null | wc -l; }}
-before=$(count_done)
-"""
-
-_REQUEUE = """
-if [[ $status == {drained} && $heard == USR1 ]]; then
-    if (( $(count_done) > before || ${{SLURM_RESTART_COUNT:-0}} < {most_idle_starts} )); then
+_REQUEUE = """\
         echo "trtrun: the job goes back into the queue, for the {what} that are left"
-        scontrol requeue "$SLURM_JOB_ID" # Slurm ends this script
-    else
-        echo "trtrun: no {what} were finished, nor would many be in the next start: not requeued; ask for more time"
-    fi
-fi
+        scontrol requeue "$SLURM_JOB_ID" # Slurm ends this script\
 """
 
 
-def draining_body(drain_seconds: float, counted: str | None = None, what: str = "rows", at_end: str = "") -> str:
+def draining_body(drain_seconds: float, finished: tuple[str, str] | None, at_end: str) -> str:
     """Run the command `job` so that a signal drains it.
 
     Args:
         drain_seconds: that rows in flight have.
-        counted: put the job back into the queue when Slurm's warning has drained it, as long as it gets on: by the
-            lines of this file, quoted for bash. None: never.
-        what: its lines stand for.
+        finished: as of `run_draining`.
         at_end: further bash behind the command.
     """
-    drained, count_before, requeue = int(ExitCode.DRAINED), "", at_end
-    if counted is not None:
-        count_before = _COUNT_BEFORE.format(counted=counted, what=what.capitalize())
-        requeue = _REQUEUE.format(drained=drained, what=what, most_idle_starts=MOST_IDLE_STARTS)
-    return _DRAINING_BODY.format(
-        drain_seconds=drain_seconds,
-        drained=drained,
-        unheard=status_of_signal(signal.SIGUSR1),
-        count_before=count_before,
-        requeue=requeue,
-    )
+    hearing = _HEARING.format(drain_seconds=drain_seconds, drained=int(ExitCode.DRAINED))
+    requeue = go_on(finished, "${SLURM_RESTART_COUNT:-0} + 1", _REQUEUE, "not requeued")
+    return f'{hearing}{run_draining(finished)}{requeue}{at_end}exit "$status"'

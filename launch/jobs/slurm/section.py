@@ -6,14 +6,12 @@ The runtime keeps the section unread; the commands of `trtrun` check it here. It
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from launch.jobs.batch.scheduler import GpuRequest
 from launch.jobs.placement.allocation import MOST_HOSTS
-from trtrun.configuration.engine_sections import check_section
 from trtrun.configuration.process_sections import Environment, Line, Lines, Number, Section
 from trtrun.errors import shorten
 
@@ -56,23 +54,6 @@ class ContainerSection(Section):
         if self.runtime == "ce" and given:
             raise ValueError(f"{' and '.join(given)} of the runtime ce stand in the EDF file {shorten(self.image)}")
         return self
-
-
-@dataclass(frozen=True)
-class GpuRequest:
-    """GPUs that a section asks for by itself.
-
-    Attributes:
-        key: in the section.
-        value: its value, for messages.
-        count: GPUs of each node.
-        example: how as many as `{}` are written.
-    """
-
-    key: str
-    value: str
-    count: int
-    example: str
 
 
 def count_gres_gpus(gres: str | None) -> int | None:
@@ -147,28 +128,3 @@ class SlurmSection(Section):
     def takes_whole_nodes(self) -> bool:
         """Whether no other job runs on the nodes."""
         return self.exclusive
-
-
-def read_slurm_section(values: object, where: str) -> SlurmSection:
-    """Make the section of what stands under `launch.slurm`.
-
-    Args:
-        values: the mapping.
-        where: what to call the file in messages.
-
-    Raises:
-        ConfigError: one line that names the file and the key.
-    """
-    return check_section(SlurmSection, values, where, ("launch", "slurm"))
-
-
-def check_slurm_section(values: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError where a YAML file's mapping has a `launch.slurm` that is wrong; one that is not there is right.
-
-    Args:
-        values: the whole file.
-        where: what to call it in messages.
-    """
-    launch = values.get("launch")
-    if isinstance(launch, dict) and "slurm" in launch:
-        read_slurm_section(launch["slurm"], where)

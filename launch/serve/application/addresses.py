@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from launch.jobs.slurm.reach import describe_way, tell_way
+from launch.jobs.batch.reach import describe_way, tell_way
 from launch.serve.http import unix_sockets
 from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
@@ -118,7 +118,7 @@ class Addresses:
         return self._url(self.http) if self.path is None else f"unix://{quote(str(self.path))}"
 
     def describe(self, model_name: str, grpc_port: int, environment: Mapping[str, str]) -> Iterator[str]:
-        """The lines that announce the server, which programs read: `launch/jobs/slurm/reach.py` and others.
+        """The lines that announce the server, which programs read: `launch/jobs/batch/reach.py` and others.
 
         Args:
             model_name: what clients call the model.

@@ -16,10 +16,10 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from launch.exit_codes import ExitCode
+from launch.jobs.batch.reach import describe_way
 from launch.jobs.logs import FILE_ONLY
 from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
-from launch.jobs.slurm.reach import describe_way
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.admission.refusals import server_ending
 from launch.serve.api.kserve.grpc_server import GrpcServer

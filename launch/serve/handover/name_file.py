@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from launch.jobs.placement.allocation import find_job
 from trtrun.errors import ConfigError, shorten_path
 
 MOST_BYTES = 1 << 16
@@ -68,11 +69,11 @@ def describe_server(
     Args:
         model: that it serves.
         url: that it listens at.
-        way: as of `launch.jobs.slurm.reach.describe_way`.
+        way: as of `launch.jobs.batch.reach.describe_way`.
         is_loopback: whether only this host reaches it.
         environment: of this process.
     """
-    host, address = socket.gethostname(), urlsplit(url)
+    host, address, job = socket.gethostname(), urlsplit(url), find_job(environment)
     if not is_loopback:
         url = way or f"{address.scheme}://{host}:{address.port}"
     return ServedName(
@@ -80,7 +81,7 @@ def describe_server(
         host=environment.get("SLURMD_NODENAME") or host,
         model=model,
         since=datetime.now().astimezone().isoformat(timespec="seconds"),
-        job=environment.get("SLURM_JOB_ID"),
+        job=None if job is None else job[1],
         reach=way if is_loopback else None,
     )
 

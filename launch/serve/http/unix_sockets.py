@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from launch.jobs.placement.allocation import find_job
 from trtrun.errors import ConfigError, shorten_path
 
 LONGEST_PATH = 107
@@ -68,8 +69,8 @@ def _expand(given: Path, environment: Mapping[str, str]) -> Path:
 
 def _own_place(environment: Mapping[str, str]) -> Path:
     """A path for this batch job, or this process, in a folder where nobody else can take its name."""
-    job = environment.get("SLURM_JOB_ID") or environment.get("PBS_JOBID", "").partition(".")[0]
-    name = f"trtrun-{job or os.getpid()}.sock"
+    job = find_job(environment)
+    name = f"trtrun-{os.getpid() if job is None else job[1]}.sock"
     for variable in ("TMPDIR", "XDG_RUNTIME_DIR"):
         folder = Path(environment.get(variable) or ".")
         if folder.is_absolute() and _is_own(folder):

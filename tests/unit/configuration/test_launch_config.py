@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from launch.cli import cli
+from launch.commands.schedulers import check_batch_sections
 from launch.exit_codes import MEANINGS
-from launch.jobs.slurm.section import SlurmSection, check_slurm_section, read_slurm_section
+from launch.jobs.slurm.section import SlurmSection
 from trtrun.configuration.config import RuntimeConfig, load_config, make_config
+from trtrun.configuration.engine_sections import check_section
 from trtrun.configuration.process_sections import LaunchSection
 from trtrun.errors import ConfigError
 
@@ -22,13 +24,13 @@ def configured(folder: Path, launch: object, devices: object = ("cpu:0",)) -> Ru
         "speculation": {"method": "none"},
         "launch": launch,
     }
-    check_slurm_section(values, "run.yaml")
+    check_batch_sections(values, "run.yaml")
     return make_config(values, where="run.yaml")
 
 
 def test_all_keys_have_defaults(tmp_path: Path) -> None:
     assert configured(tmp_path, {}).launch == LaunchSection()
-    assert read_slurm_section(configured(tmp_path, {"slurm": {}}).launch.slurm, "run.yaml") == SlurmSection()
+    assert check_section(SlurmSection, configured(tmp_path, {"slurm": {}}).launch.slurm, "run.yaml") == SlurmSection()
 
 
 def test_a_whole_section(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_a_whole_section(tmp_path: Path) -> None:
     assert launch.environment == {"NCCL_IB_HCA": "mlx5", "NCCL_P2P_DISABLE": "1", "SCALE": "0.5"}
     assert launch.ssh_arguments == ("-F", "cluster.conf")
     assert (launch.orchestrator_host, launch.heartbeat_seconds, launch.log_directory) == ("node2", 5.0, Path("logs"))
-    slurm = read_slurm_section(launch.slurm, "run.yaml")
+    slurm = check_section(SlurmSection, launch.slurm, "run.yaml")
     assert (slurm.time, slurm.memory, slurm.setup) == ("90", "64000", ("module load cuda",))
 
 

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 
 from launch.cli import cli
 from launch.commands.schedulers import find_system
-from launch.jobs.pbs.client import SEPARATOR, PbsError, PbsJob, find_jobs, find_successor, read_job, read_record, recall
+from launch.jobs.batch.follow import describe_end, describe_state, follow
+from launch.jobs.pbs import client
+from launch.jobs.pbs.client import SEPARATOR, PbsError, PbsJob, find_jobs, read_job, read_record, recall
 from launch.jobs.pbs.client import submit as submit_script
-from launch.jobs.slurm.follow import describe_end, describe_state, follow
 
 FOLDER = "/tmp/it's a $(folder) #1"
 RUNNING = {
@@ -131,7 +132,9 @@ def test_what_is_no_job_is_refused(name: str) -> None:
         find_jobs(name)
 
 
-def test_a_forgotten_job_is_known_by_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_forgotten_job_is_known_by_its_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "trtrun.o12"
     job = job_of(**{"": "12.l", "Output_Path": f"l:{log}"})
     assert recall(job) is None
@@ -148,7 +151,8 @@ def test_a_forgotten_job_is_known_by_its_log(tmp_path: Path, capfd: pytest.Captu
             raise PbsError(f"PBS does not know a job {name}")
         return asked[name].pop()
 
-    assert follow("12", find, recall=recall, find_successor=find_successor) == 0
+    monkeypatch.setattr(client, "find_jobs", find)
+    assert follow("12", client) == 0
     assert [line for line in capfd.readouterr().err.splitlines() if "exit status" in line] == [
         "trtrun: job 12 FAILED after ?, exit status 3: drained, not all is done; the same command goes on with it",
         "trtrun: job 13 COMPLETED after ?, exit status 0",

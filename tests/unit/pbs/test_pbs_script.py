@@ -17,10 +17,10 @@ from click.testing import CliRunner
 
 from launch.cli import cli
 from launch.commands.submit_arguments import make_job, parse_inner
+from launch.jobs.batch.job import Array
+from launch.jobs.batch.resources import read_resources
 from launch.jobs.pbs.script import render_script
 from launch.jobs.pbs.section import PbsSection
-from launch.jobs.slurm.resources import read_resources
-from launch.jobs.slurm.script import Array
 from trtrun.errors import ConfigError
 
 PAIR = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
@@ -48,7 +48,7 @@ def script_of(
     path = Path("run.yaml")
     path.write_text(json.dumps({**engines, "launch": {**launch, "pbs": pbs or {}}}), encoding="utf-8")
     inner = parse_inner(words, path, ())
-    resources = read_resources(path, (), {}, inner.place_ranks, inner.read, PbsSection)
+    resources = read_resources(path, inner.read(path, ()), PbsSection, {}, inner.place_ranks)
     return render_script(make_job(inner, resources, (), array))
 
 
@@ -230,18 +230,8 @@ def test_what_would_go_wrong_later_is_refused_now(pbs: dict[str, Any], array: Ar
 
 def test_options_of_submit_are_those_of_the_batch_system() -> None:
     script_of(*RUN)
-    words = [
-        "submit",
-        "--scheduler",
-        "pbs",
-        "--config",
-        "run.yaml",
-        "--dry-run",
-        "--partition",
-        "q",
-        "--time",
-        "1:00:00",
-    ]
+    words = ["submit", "--scheduler", "pbs", "--config", "run.yaml", "--dry-run"]
+    words += ["--partition", "q", "--time", "1:00:00"]
     shown = CliRunner().invoke(cli, [*words, "--", *RUN], catch_exceptions=False)
     assert {"-q q", "-l walltime=1:00:00"} <= set(directives(shown.output))
     refused = CliRunner().invoke(cli, [*words, "--gres", "gpu:1", "--", *RUN])
@@ -251,6 +241,20 @@ def test_options_of_submit_are_those_of_the_batch_system() -> None:
 def test_every_command_refuses_wrong_keys() -> None:
     script_of(*RUN)
     Path("run.yaml").write_text(Path("run.yaml").read_text().replace('"pbs": {}', '"pbs": {"quue": 1}'))
-    for command in (("plan",), ("plan", "--pbs"), ("run", "--prompt", "x")):
+    batch = f"submit --scheduler slurm --dry-run -- {' '.join(RUN)}"
+    for line in ("plan", "plan --pbs", "plan --slurm", "run --prompt x", "serve --print-config", batch):
+        name, *words = line.split()
         with pytest.raises(ConfigError, match=r"launch\.pbs\.quue: unknown key"):
-            CliRunner().invoke(cli, [command[0], "--config", "run.yaml", *command[1:]], catch_exceptions=False)
+            CliRunner().invoke(cli, [name, "--config", "run.yaml", *words], catch_exceptions=False)
+
+
+def test_a_plan_is_of_the_job_as_it_will_be() -> None:
+    """A node more is the draft's own."""
+    target = {"model": "asset:target", "devices": {"nodes": 2, "gpus_per_node": 2}}
+    script_of("check", engines={**TWO_NODES, "target": target}, pbs={"nodes": 3})
+    planned = [
+        CliRunner().invoke(cli, ["plan", *option, "--config", "run.yaml", "--json"], catch_exceptions=False).output
+        for option in ((), ("--pbs",))
+    ]
+    ranks, ranks_of_pbs = (json.loads(text)["ranks"] for text in planned)
+    assert ranks == ranks_of_pbs and "node-3" in {rank["host"] for rank in ranks}

@@ -17,9 +17,10 @@ from click.testing import CliRunner
 
 from launch.cli import cli
 from launch.commands.submit_arguments import make_job, parse_inner
+from launch.jobs.batch.resources import read_resources
 from launch.jobs.slurm.client import FIELDS, SEPARATOR
-from launch.jobs.slurm.resources import read_resources
 from launch.jobs.slurm.script import render_script
+from launch.jobs.slurm.section import SlurmSection
 from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName
 from trtrun.errors import ConfigError
 
@@ -52,7 +53,8 @@ def script_of(*words: str, slurm: dict[str, Any] = LIMITED, chain: int = 3, **se
     path = Path("run.yaml")
     path.write_text(json.dumps({**engines, **sections, "launch": {"slurm": slurm}}), encoding="utf-8")
     inner = parse_inner(words, path, ())
-    return render_script(make_job(inner, read_resources(path, inner.overrides), (), None, chain))
+    resources = read_resources(path, inner.read(path, inner.overrides), SlurmSection)
+    return render_script(make_job(inner, resources, (), None, chain))
 
 
 def play(script: str, command: str, *arguments: str) -> str:

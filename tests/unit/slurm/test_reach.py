@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.jobs.slurm.reach import Served, describe_way, find_served, tell_way
+from launch.jobs.batch.reach import Served, describe_way, find_served, tell_way
 
 JOB = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_SUBMIT_HOST": "login"}
 HEADER = "trtrun: 2026-11-20T13:55:57 job 7 on n1, start 1\n"

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from launch.cli import cli
 from launch.commands.batch_status import count_rows, describe
+from launch.jobs.batch import follow as batch_follow
+from launch.jobs.batch.follow import Tail, describe_end, describe_state, follow
 from launch.jobs.slurm import client
-from launch.jobs.slurm import follow as slurm_follow
 from launch.jobs.slurm.client import SEPARATOR, SlurmError, SlurmJob, check_name, find_jobs, read_job, submit
-from launch.jobs.slurm.follow import Tail, describe_end, describe_state, follow
 
 
 def job_of(state: str, **changes: str) -> SlurmJob:
@@ -111,7 +111,9 @@ def test_logs_of_an_array_come_by_whole_lines(tmp_path: Path) -> None:
     assert tail.read(is_last=True) == b""
 
 
-def test_following_goes_on_through_a_requeue(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_following_goes_on_through_a_requeue(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "log"
     at = {"STDOUT": str(log)}
     answers = [
@@ -128,7 +130,8 @@ def test_following_goes_on_through_a_requeue(tmp_path: Path, capfd: pytest.Captu
                 file.write(b"%d\n" % len(answers))
         return [answers.pop(0)]
 
-    assert follow("12", find) == 4
+    monkeypatch.setattr(client, "find_jobs", find)
+    assert follow("12", client) == 4
     shown = capfd.readouterr()
     assert shown.out == "3\n2\n1\n"
     assert shown.err.splitlines() == [
@@ -139,7 +142,9 @@ def test_following_goes_on_through_a_requeue(tmp_path: Path, capfd: pytest.Captu
     ]
 
 
-def test_a_controller_that_is_away_for_a_moment_does_not_end_the_following(tmp_path: Path) -> None:
+def test_a_controller_that_is_away_for_a_moment_does_not_end_the_following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def find(job: str) -> list[SlurmJob]:
@@ -148,7 +153,8 @@ def test_a_controller_that_is_away_for_a_moment_does_not_end_the_following(tmp_p
             raise SlurmError("squeue: Socket timed out on send/recv operation")
         return [job_of("COMPLETED", STDOUT=str(tmp_path / "log"))]
 
-    assert (follow("12", find), len(asked)) == (0, 3)
+    monkeypatch.setattr(client, "find_jobs", find)
+    assert (follow("12", client), len(asked)) == (0, 3)
 
 
 def test_a_controller_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +162,10 @@ def test_a_controller_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -
         raise SlurmError("squeue: Unable to contact slurm controller")
 
     for name in ("FIRST_ASK_SECONDS", "LAST_ASK_SECONDS", "READ_SECONDS"):
-        monkeypatch.setattr(slurm_follow, name, 0.001)
+        monkeypatch.setattr(batch_follow, name, 0.001)
+    monkeypatch.setattr(client, "find_jobs", find)
     with pytest.raises(SlurmError, match="Unable to contact"):
-        follow("12", find)
+        follow("12", client)
 
 
 def test_rows_are_counted_in_the_working_file_first(tmp_path: Path) -> None:

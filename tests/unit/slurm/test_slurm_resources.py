@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.jobs.slurm.resources import BatchResources, read_resources
-from launch.jobs.slurm.section import count_gres_gpus
+from launch.jobs.batch.resources import BatchResources, read_resources
+from launch.jobs.slurm.section import SlurmSection, count_gres_gpus
+from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError
+
+
+def read_file(file: Path, overrides: Sequence[str] = (), changes: dict[str, object] | None = None) -> BatchResources:
+    return read_resources(file, read_values(file, overrides), SlurmSection, changes)
 
 
 def resources_of(
@@ -26,7 +32,7 @@ def resources_of(
         values["draft"] = {"model": "asset:draft", "devices": draft}
     file = folder / "run.yaml"
     file.write_text(json.dumps(values), encoding="utf-8")
-    return read_resources(file, [])
+    return read_file(file)
 
 
 def places(resources: BatchResources) -> list[str]:
@@ -133,12 +139,12 @@ def test_models_of_other_hosts_are_not_looked_for_here(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     section = {"model": {"default": "/models/of/the/compute/nodes"}, "devices": [0]}
     file.write_text(json.dumps({"target": section, "speculation": {"method": "none"}}), encoding="utf-8")
-    assert not read_resources(file, []).has_local_models
+    assert not read_file(file).has_local_models
     file.write_text(
         json.dumps({"target": {**section, "model": "/no/such"}, "speculation": {"method": "none"}}), encoding="utf-8"
     )
     with pytest.raises(ConfigError, match="no such directory: /no/such"):
-        read_resources(file, [])
+        read_file(file)
 
 
 @pytest.mark.parametrize(("written", "time"), [("2:00:00", "2:00:00"), ("90", "90"), ('"1:30:00"', "1:30:00")])
@@ -146,8 +152,8 @@ def test_a_time_is_what_is_written_with_quotes_and_without(tmp_path: Path, writt
     file = tmp_path / "run.yaml"
     target = "target: {model: asset:target, devices: [cpu:0]}\nspeculation: {method: none}\n"
     file.write_text(f"{target}launch: {{slurm: {{time: {written}}}}}\n", encoding="utf-8")
-    assert read_resources(file, []).slurm.time == time
-    assert read_resources(file, ["launch.slurm.time=1:30:00"]).slurm.time == "1:30:00"
+    assert read_file(file).section_as(SlurmSection).time == time
+    assert read_file(file, ["launch.slurm.time=1:30:00"]).section_as(SlurmSection).time == "1:30:00"
 
 
 def test_command_line_options_change_the_section(tmp_path: Path) -> None:
@@ -155,8 +161,10 @@ def test_command_line_options_change_the_section(tmp_path: Path) -> None:
     for launch in ({}, {"launch": None}, {"launch": {"slurm": None}}, {"launch": {"slurm": {"time": "1"}}}):
         values = {"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"}}
         file.write_text(json.dumps({**values, **launch}), encoding="utf-8")
-        slurm = read_resources(file, [], {"time": "2:00:00", "partition": "p"}).slurm
+        slurm = read_resources(
+            file, read_values(file, []), SlurmSection, {"time": "2:00:00", "partition": "p"}
+        ).section_as(SlurmSection)
         assert (slurm.time, slurm.partition) == ("2:00:00", "p")
     file.write_text(json.dumps({**values, "launch": {"slurm": "x"}}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"launch\.slurm: must be a section with keys, not 'x'"):
-        read_resources(file, [])
+        read_file(file)

@@ -15,8 +15,10 @@ from checkpoints import make_checkpoint
 
 from launch.batch.merge import part_path
 from launch.commands.submit_arguments import make_job, merge_words, parse_inner
-from launch.jobs.slurm.resources import read_resources
-from launch.jobs.slurm.script import Array, parse_time, part_output, quote_directive, render_script
+from launch.jobs.batch.job import Array, part_output
+from launch.jobs.batch.resources import read_resources
+from launch.jobs.slurm.script import parse_time, quote_directive, render_script
+from launch.jobs.slurm.section import SlurmSection
 from trtrun.errors import CheckpointError, ConfigError
 
 HARMFUL = """a 'b' "c" $(touch bad) `touch bad` \\ ; touch bad & #x"""
@@ -28,7 +30,7 @@ def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | N
     Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
     path = Path("run.yaml")
     inner = parse_inner(words, path, ())
-    resources = read_resources(path, inner.overrides, place_ranks=inner.place_ranks, read=inner.read)
+    resources = read_resources(path, inner.read(path, inner.overrides), SlurmSection, place_ranks=inner.place_ranks)
     return render_script(make_job(inner, resources, (), array))
 
 
@@ -43,7 +45,7 @@ def test_weights_that_the_job_would_refuse_are_refused_before_it_is_queued(
         values = {"target": {"model": "model", "devices": devices}, "speculation": {"method": "none"}}
         Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
         inner = parse_inner(run(), Path("run.yaml"), ())
-        return render_script(make_job(inner, read_resources(Path("run.yaml"), ()), (), None))
+        return render_script(make_job(inner, read_resources(Path("run.yaml"), values, SlurmSection), (), None))
 
     with pytest.raises(CheckpointError, match=r"target: .* has no tensor 'model\.layers\.2\.input_layernorm\.weight'"):
         submit({"nodes": 2, "cpus_per_node": 1})
@@ -294,7 +296,7 @@ def test_a_job_without_a_yaml_file(here: Path) -> None:
     with pytest.raises(click.UsageError, match="name the devices on the job's node: --devices 0,1"):
         parse_inner(("serve", "asset:target"), None, ())
     inner = parse_inner(("serve", "asset:target", "--devices", "0,1"), None, ("speculation.draft_len=3",))
-    resources = read_resources(inner.settled.path, inner.overrides)
+    resources = read_resources(inner.settled.path, inner.read(inner.settled.path, inner.overrides), SlurmSection)
     assert (resources.gpus, resources.config.draft_len) == (2, 3)
     words = words_in_shell(render_script(make_job(inner, resources, ("speculation.draft_len=3",), None)))
     assert "--config" not in words and words[-5:] == ["asset:target", "--devices", "0,1", "--uds", "auto"]

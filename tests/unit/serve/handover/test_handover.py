@@ -23,7 +23,7 @@ from launch.serve.engine.messages import Abort, AskStatus, Begin, Deltas, Messag
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.handover.door import Greeting, knock
 from launch.serve.handover.handover import Handover
-from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName
+from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName, describe_server
 from parallel.watchdog.message_socket import make_nonce, make_seals
 from trtrun.configuration.config import make_config
 from trtrun.errors import ConfigError
@@ -312,6 +312,11 @@ def test_who_does_not_know_the_token_is_not_let_in(tmp_path: Path) -> None:
             writer.close()
 
     run(check())
+
+
+def test_the_name_tells_the_job_of_either_batch_system() -> None:
+    jobs = ({"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "12.server"}, {})
+    assert [describe_server("m", "http://n:1", None, True, job).job for job in jobs] == ["7", "12", None]
 
 
 def test_a_server_that_ends_leaves_the_name_that_another_one_takes_meanwhile(

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.exit_codes import ExitCode
-from launch.jobs.scheduler import BatchState, SchedulerError
-from launch.jobs.slurm.client import find_jobs
+from launch.jobs.batch.scheduler import BatchState, Scheduler, SchedulerError
 
 READ_SECONDS = 0.25
 """Between two looks at the logs."""
@@ -71,22 +70,13 @@ class Tail:
         return data
 
 
-def follow(
-    job: str,
-    find: Callable[[str], Sequence[BatchState]] = find_jobs,
-    is_server: bool = False,
-    recall: Callable[[BatchState], BatchState | None] = lambda item: None,
-    find_successor: Callable[[BatchState], BatchState | None] = lambda item: None,
-    known: Sequence[BatchState] = (),
-) -> int:
+def follow(job: str, scheduler: Scheduler, is_server: bool = False, known: Sequence[BatchState] = ()) -> int:
     """Show a job's logs and states until it ends; return its exit status, of an array the first that is not 0.
 
     Args:
         job: its number.
-        find: what the batch system says of it.
+        scheduler: that has it. The job that goes on with what it left is followed then.
         is_server: whether it serves, and so has no rows.
-        recall: how it ended, where the batch system has forgotten it.
-        find_successor: the job that goes on with what it left, which is followed then.
         known: the job, as far as it is known before the batch system says more.
 
     Raises:
@@ -100,10 +90,10 @@ def follow(
     while True:
         if time.monotonic() >= next_ask:
             try:
-                jobs, failures = find(job), 0
+                jobs, failures = scheduler.find_jobs(job), 0
             except SchedulerError:
                 failures += 1
-                recalled = [found for item in jobs if (found := item if item.has_ended else recall(item)) is not None]
+                recalled = [*filter(None, (item if item.has_ended else scheduler.recall(item) for item in jobs))]
                 if jobs and len(recalled) == len(jobs):
                     jobs = recalled
                 elif failures > MOST_FAILURES:
@@ -122,9 +112,9 @@ def follow(
     _show(tails, is_last=True)
     for item in jobs:
         print(f"trtrun: {describe_end(item, is_server)}", file=sys.stderr, flush=True)
-    successor = next(filter(None, map(find_successor, jobs)), None)
+    successor = next(filter(None, map(scheduler.find_successor, jobs)), None)
     if successor is not None:
-        return follow(successor.label, find, is_server, recall, find_successor, [successor])
+        return follow(successor.label, scheduler, is_server, [successor])
     return next((item.exit_status for item in jobs if item.exit_status), ExitCode.DONE)
 
 

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, TypeVar, cast
 
+from launch.jobs.batch.scheduler import BatchSection
 from launch.jobs.placement.allocation import in_allocation, is_local
 from launch.jobs.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
 from launch.jobs.placement.run_config import (
     DEFAULT_HOST,
-    Read,
     engine_sections,
     is_model_here,
     make_run_config,
     name_places,
 )
-from launch.jobs.slurm.section import GpuRequest, SlurmSection, check_slurm_section
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
 from trtrun.configuration.engine_sections import check_section
 from trtrun.configuration.process_sections import Section
 from trtrun.configuration.topology import make_topology
-from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, shorten
 from trtrun.threads import CORES_OF_CUDA_SLOT
 
@@ -41,28 +39,7 @@ PREFIX = "node-"
 MANY_CPUS = 1024
 """A CPU slot of its own for everyone: the job asks for as many cores as it has ranks, so that is what it will find."""
 
-
-class BatchSection(Protocol):
-    """What the sections of all batch systems have, each in the words of its own."""
-
-    place_in_file: ClassVar[str]
-    """Where it stands in the file."""
-
-    @property
-    def nodes(self) -> int | None:
-        """Nodes to ask for; None: what the devices need."""
-
-    @property
-    def cpus_per_task(self) -> int | None:
-        """CPU cores of each rank."""
-
-    @property
-    def gpu_request(self) -> GpuRequest | None:
-        """GPUs of each node; None: what the devices need."""
-
-    @property
-    def takes_whole_nodes(self) -> bool:
-        """Whether no other job runs on the nodes."""
+OwnSection = TypeVar("OwnSection")
 
 
 @dataclass(frozen=True)
@@ -89,10 +66,9 @@ class BatchResources:
     gpus: int
     has_local_models: bool
 
-    @property
-    def slurm(self) -> SlurmSection:
-        """The section of a job of Slurm."""
-        assert isinstance(self.section, SlurmSection)
+    def section_as(self, section_class: type[OwnSection]) -> OwnSection:
+        """The section of a job whose batch system is known."""
+        assert isinstance(self.section, section_class)
         return self.section
 
     @property
@@ -119,26 +95,24 @@ class BatchResources:
 
 def read_resources(
     path: Path,
-    overrides: Sequence[str],
+    values: dict[str, Any],
+    section_class: type[BatchSection],
     changes: Mapping[str, object] | None = None,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
-    read: Read = read_values,
-    section_class: type[BatchSection] = SlurmSection,
 ) -> BatchResources:
-    """Read a YAML file as `trtrun submit` sees it: without an allocation, for one that is to come.
+    """What a YAML file asks for as `trtrun submit` sees it: without an allocation, for one that is to come.
 
     Args:
         path: the YAML file.
-        overrides: `key.path=value` strings.
+        values: what it holds.
+        section_class: of the batch system.
         changes: keys of the batch system's section that command line options set.
         place_ranks: who sits where.
-        read: of the path and the overrides makes what the file holds.
-        section_class: of the batch system.
 
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    values, section = _read_section(read(path, overrides), section_class, changes or {}, str(path))
+    values, section = _read_section(values, section_class, changes or {}, str(path))
     values = spell_hosts(values)
     named = tuple(_named_hosts(values))
     # Devices without a host are those of the node that the batch script runs on: the allocation's first.
@@ -165,15 +139,15 @@ def read_resources(
     return resources
 
 
-def load_plan_config(
-    path: Path, overrides: Sequence[str], check: Callable[[Mapping[str, Any], str], None] = check_slurm_section
+def make_plan_config(
+    path: Path, values: dict[str, Any], section_class: type[BatchSection]
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """The configuration of a job that is not started; its hosts are simulated where counts ask for more than is here.
 
     Args:
         path: the YAML file.
-        overrides: `key.path=value` strings.
-        check: of the sections of batch systems.
+        values: what it holds.
+        section_class: of the batch system.
 
     Returns:
         The configuration, and the names of the simulated hosts; none where all hosts are real.
@@ -181,22 +155,19 @@ def load_plan_config(
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    values = read_values(path, overrides)
-    check(values, str(path))
     try:
         return _make(name_places(values), path), ()
     except ConfigError as error:
         counted = any(is_counts(section.get("devices")) for section in engine_sections(values))
         if in_allocation() or not counted:
             raise ConfigError(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}") from None
-    return place_on_simulated_hosts(path, overrides, read_resources(path, overrides))
+    return place_on_simulated_hosts(path, values, read_resources(path, values, section_class))
 
 
 def place_on_simulated_hosts(
-    path: Path, overrides: Sequence[str], resources: BatchResources
+    path: Path, values: Mapping[str, Any], resources: BatchResources
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
-    """The configuration with its devices where a batch job will have them; otherwise like `load_plan_config`."""
-    values = read_values(path, overrides)
+    """The configuration with its devices where a batch job will have them; otherwise like `make_plan_config`."""
     placed = {
         "target": {**values["target"], "devices": list(resources.config.target.devices)},
         "launch": {**(values.get("launch") or {}), "orchestrator_host": resources.config.launch.orchestrator_host},

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
+from launch.jobs.placement.allocation import find_job
+
 FORWARDED_PORT = 8000
 """Of the machine from which a socket is reached."""
 
@@ -28,7 +30,7 @@ def describe_way(url: str, is_loopback: bool, environment: Mapping[str, str]) ->
         is_loopback: whether only this host reaches it.
         environment: of this process.
     """
-    if "SLURM_JOB_ID" not in environment and "PBS_JOBID" not in environment:
+    if find_job(environment) is None:
         return None
     address = urlsplit(url)
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
