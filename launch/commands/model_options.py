@@ -125,6 +125,7 @@ def settle(
         click.UsageError: there is neither a file nor a model, or both.
         TrtrunError: a model is not there, or is not supported.
     """
+    overrides = [*overrides, *([] if speculation is None else [f"speculation.method={speculation}"])]
     keys = {**KEYS, OF_ROWS: KEYS["most_drafted"]} if path is None else KEYS
     found = [(key, parameters.get(name)) for name, key in keys.items()]
     given = [f"{key}={json.dumps(value)}" for key, value in found if value is not None]
@@ -135,8 +136,7 @@ def settle(
                 "TensorRT-LLM has in its --config, trtrun serve takes as --extra_llm_api_options)"
             )
         return Settled(path, (*given, *overrides))
-    method = [] if speculation is None else [f"speculation.method={speculation}"]
-    values = read_values(COMMAND_LINE, [*given, *overrides, *method])
+    values = read_values(COMMAND_LINE, [*given, *overrides])
     target = values.get("target")
     if target is None or (isinstance(target, dict) and target.get("model") is None):
         raise click.UsageError("name a model's directory, such as /models/Llama-3.1-8B-Instruct, or --config FILE")
@@ -181,15 +181,14 @@ def print_configuration(settled: Settled, more: Sequence[str] = ()) -> None:
     Raises:
         TrtrunError: it is refused.
     """
+    from launch.jobs.pbs.section import check_batch_sections
     from launch.jobs.placement.run_config import load_run_config
     from launch.jobs.plan.yaml_text import render_yaml, with_absolute_models
-    from launch.jobs.slurm.section import check_slurm_section
     from trtrun.configuration.config import RuntimeConfig
 
-    overrides = [*settled.overrides, *more]
-    load_run_config(settled.path, overrides, check_slurm_section)
+    read = read_values(settled.path, [*settled.overrides, *more])
+    load_run_config(settled.path, (), check_batch_sections, read=lambda path, overrides: read)
     base = Path.cwd() if settled.path == COMMAND_LINE else settled.path.resolve().parent
-    found = with_absolute_models(read_values(settled.path, overrides), base)
-    known = [*RuntimeConfig.model_fields]
-    values = {name: found[name] for name in sorted(found, key=known.index)}
+    found = with_absolute_models(read, base)
+    values = {name: found[name] for name in RuntimeConfig.model_fields if name in found}
     print(render_yaml(values, {choice.key: choice.reason for choice in settled.choices}), end="")
