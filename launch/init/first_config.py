@@ -48,9 +48,12 @@ def make_first_config(machine: Machine, given: Given) -> str:
         targets = [(model, reason) for model in models if model.heads is None]
         shipped = name_model(f"{ASSET_PREFIX}target", "--model")
         targets.append((shipped, "The Hugging Face cache has no model that fits: this one ships with trtrun."))
+    named = None
+    if given.draft is not None:
+        named = Drafting({"draft": {"model": name_model(given.draft, "--draft").name}}, "You named it.")
     error: TrtrunError | None = None
     for target, reason in targets:
-        draftings = list(_list_draftings(target, models, given))
+        draftings = list(list_draftings(target, models)) if named is None else [named]
         for drafting in draftings:
             try:
                 values, comments, plan = _place(target, drafting, machine, given)
@@ -59,17 +62,11 @@ def make_first_config(machine: Machine, given: Given) -> str:
                 continue
             comments["target.model"] = reason
             others = [other.name for other in draftings if other is not drafting and other.name != "ngram"]
-            if others and given.draft is None:
+            if others:
                 comments["speculation.method"] += f" Also possible: {', '.join(others[:_MOST_NAMED])}."
             return _render(values, comments, machine, plan)
     assert error is not None
     raise error
-
-
-def _list_draftings(target: FoundModel, models: Sequence[FoundModel], given: Given) -> Sequence[Drafting]:
-    if given.draft is None:
-        return list(list_draftings(target, models))
-    return [Drafting({"draft": {"model": name_model(given.draft, "--draft").name}}, "You named it.")]
 
 
 def _place(
