@@ -33,9 +33,7 @@ def init(model: str | None, draft: str | None, devices: list[int | str] | None, 
         raise ConfigError(f"{file} is there already: --force writes over it, --output names another file")
     from launch.init.first_config import Given, look, make_first_config
 
-    text = make_first_config(look(), Given(model, draft, devices)).replace(
-        "FILE", "run.yaml" if output == "-" else output
-    )
+    text = make_first_config(look(), Given("run.yaml" if output == "-" else output, model, draft, devices))
     if output == "-":
         print(text, end="")
         return 0

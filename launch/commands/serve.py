@@ -64,9 +64,9 @@ def serve(config_path: Path, overrides: tuple[str, ...], **server: Any) -> int:
     """Serve the OpenAI API and Triton's models over the ranks of a job.
 
     Options of `vllm serve` and trtllm-serve are taken, with a line on what each is here. Starts the ranks itself, and
-    starts them again when they end. Under an mpirun or srun of your own rank 0 serves, and
-    nothing is started again. The first SIGINT or SIGTERM drains: requests in work have launch.drain_seconds to finish,
-    new ones are refused. The second one ends at once.
+    starts them again when they end. Under an mpirun or srun of your own rank 0 serves, and nothing is started again.
+    The first SIGINT or SIGTERM drains: requests in work have launch.drain_seconds to finish, new ones are refused. The
+    second one ends at once.
     """
     check_extra()
     overrides += tuple(server_overrides(server))
@@ -202,8 +202,7 @@ def chat(
         if overrides or speculation is not None or any(values.get(name) is not None for name in KEYS):
             raise click.UsageError("--set, --speculation and devices are of a job: a server that runs has its own")
         key = None if api_key_file is None else _read_key(api_key_file)
-        named = Path(url) if "://" not in url else None
-        find_url = None if named is None else partial(_read_url, named)
+        find_url = None if "://" in url else partial(_read_url, Path(url))
         client = ChatClient(url if find_url is None else find_url(), key, find_url)
         serving: AbstractContextManager[ChatClient] = nullcontext(client)
     else:

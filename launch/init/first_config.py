@@ -92,8 +92,9 @@ def _count_alike(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line says; None where it leaves a thing open."""
+    """What the command line says; None where it leaves a thing open. `file` is the name of what is written."""
 
+    file: str
     model: str | None
     draft: str | None
     devices: Sequence[int | str] | None
@@ -133,7 +134,7 @@ def make_first_config(machine: Machine, given: Given) -> str:
             others = [other.name for other in draftings if other is not drafting and other.name != "ngram"]
             if others:
                 comments["speculation.method"] += f" Also possible: {', '.join(others[:_MOST_NAMED])}."
-            return _render(values, comments, machine, plan)
+            return _render(values, comments, machine, plan, given.file)
     assert error is not None
     raise error
 
@@ -164,10 +165,10 @@ def _place(
     return values, comments, make_plan(Job(make_config(values, Path.cwd(), "trtrun init"), []))
 
 
-def _render(values: Mapping[str, Any], comments: Mapping[str, str], machine: Machine, plan: JobPlan) -> str:
+def _render(values: Mapping[str, Any], comments: Mapping[str, str], machine: Machine, plan: JobPlan, file: str) -> str:
     lines = ["Written by trtrun init. What it found:", *machine.describe(), _describe_fit(plan)]
-    start = "trtrun submit --config FILE -- serve" if machine.partition is not None else "trtrun serve --config FILE"
-    lines += [f"Next: trtrun check --config FILE, then {start}. Every key: docs/configuration.md."]
+    start = f"submit --config {file} -- serve" if machine.partition is not None else f"serve --config {file}"
+    lines += [f"Next: trtrun check --config {file}, then trtrun {start}. Every key: docs/configuration.md."]
     return "".join(f"{line}\n" for text in lines for line in comment_lines(text)) + render_yaml(values, comments)
 
 
