@@ -25,7 +25,9 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--pbs", is_flag=True, help="The same for PBS.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--hosts", is_flag=True, help="Compare layouts over the hosts by what a round sends and takes.")
-@click.option("--links", type=click.Path(path_type=Path), metavar="FILE", help="Of --hosts: trtrun check --json's.")
+@click.option(
+    "--links", type=click.Path(path_type=Path), metavar="FILE", help="Of --hosts: output of trtrun check --json."
+)
 @click.option("--link", type=click.Choice(["hdr", "ndr", "slingshot", "100gbe"]), help="Of --hosts: between hosts.")
 @click.option("--within", type=click.Choice(["nvlink", "pcie", "shared-memory"]), help="Of --hosts: in a host.")
 @click.option("--latency-us", type=_POSITIVE, help="Of --hosts: of a message between hosts.")

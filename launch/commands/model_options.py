@@ -77,7 +77,7 @@ _OPTIONS = (
 
 
 def with_model(command: Command) -> Command:
-    """Add MODEL and its options, but for a --draft-len of the command's own."""
+    """Add MODEL and its options; --draft-len only where the command has none of its own."""
     has_own = any(param.name == OF_ROWS for param in getattr(command, "__click_params__", ()))
     for option in reversed(_OPTIONS):
         if not (has_own and option is _DRAFT_LEN):
@@ -91,7 +91,7 @@ class Settled:
 
     Attributes:
         path: of the YAML file, or COMMAND_LINE.
-        overrides: `key=value` texts: what options stand for, and what was chosen, before --set.
+        overrides: `key=value` texts: what options stand for, what was chosen, --set, --speculation. The last one holds.
         choices: what was chosen.
     """
 
