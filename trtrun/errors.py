@@ -120,6 +120,11 @@ def _one_line(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def name_section(section: str, message: object) -> str:
+    """What is said of a section of the configuration, with its name in front, unless it begins with it or its key."""
+    return str(message) if str(message).startswith((f"{section}:", f"{section}.")) else f"{section}: {message}"
+
+
 def shorten_path(path: Path) -> str:
     """A path for a message: in one line, without its middle where it is long."""
     text = str(path) if str(path).isprintable() else repr(str(path))

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from launch.exit_codes import FailedError
-from launch.jobs.slurm.reach import socket_path
+from launch.jobs.batch.reach import socket_path
 from trtrun.errors import ConfigError, TrtrunError
 
 CONNECT_SECONDS = 60.0

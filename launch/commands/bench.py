@@ -51,7 +51,6 @@ WORKLOAD = re.compile(r"(?P<rows>[0-9]{1,9})(x(?P<prompt_tokens>[0-9]{1,9}))?(@(
 def bench(
     config_path: Path,
     overrides: tuple[str, ...],
-    speculation: str | None,
     rows: str,
     prompt_tokens: int,
     temperature: float,
@@ -63,7 +62,7 @@ def bench(
     from launch.jobs.mpi.job import Job
 
     workloads = parse_workloads(rows, prompt_tokens, temperature)
-    job = Job(load(config_path, overrides, speculation), rank_words())
+    job = Job(load(config_path, overrides), rank_words())
     options = BenchOptions(workloads=workloads, peer_options=parse_peer_options(peer_options), **others)
 
     def check() -> None:

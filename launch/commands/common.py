@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from launch.commands.model_options import KEYS, print_configuration, settle, tell_choices, with_model
+from launch.commands.model_options import KEYS, config_words, print_configuration, settle, tell_choices, with_model
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
@@ -31,15 +31,10 @@ _VERBOSITY = "verbosity"
 _LOG_DIRECTORY = "log_directory"
 
 
-def with_config(command: Command) -> Command:
-    """Add --config, --set and --speculation, MODEL with its options, and to commands that start ranks -v and --log-dir.
-
-    The command gets `config_path`, which is COMMAND_LINE without a file, `overrides`, in which its other parameters and
-    what was chosen stand as well, and `speculation`. -v and --log-dir are no arguments of it: `load` finds them in
-    click's context.
-    """
+def with_sources(command: Command) -> Command:
+    """Add --config, --set and --speculation, and MODEL with its options, from which `settle` makes a configuration."""
     takes_model = command.__name__ not in WITHOUT_MODEL
-    options = [
+    options = (
         click.option(
             "--config",
             "config_path",
@@ -62,31 +57,51 @@ def with_config(command: Command) -> Command:
             type=click.Choice(list(METHODS)),
             help="Short for --set speculation.method=…; none runs the target alone.",
         ),
-    ]
+    )
+    return _add(options, with_model(command) if takes_model else command)
+
+
+def with_config(command: Command) -> Command:
+    """Add what `with_sources` does, and to commands that start ranks -v and --log-dir.
+
+    The command gets `config_path`, which is COMMAND_LINE without a file, and `overrides`, in which --speculation, its
+    other parameters and what was chosen stand as well. -v and --log-dir are no arguments of it: `load` finds them in
+    click's context.
+    """
     if command.__name__ in STARTERS:
-        options += [
-            click.option(
-                "-v",
-                "--verbose",
-                _VERBOSITY,
-                count=True,
-                expose_value=False,
-                callback=_keep,
-                help="Show what every rank logs; -vv shows everything, and what libraries say.",
-            ),
-            click.option(
-                "--log-dir",
-                _LOG_DIRECTORY,
-                metavar="DIR",
-                expose_value=False,
-                callback=_keep,
-                help="Keep a log file of each rank there.  [default: launch.log_directory]",
-            ),
-        ]
-    settled = with_model(_settling(command)) if takes_model else command
+        command = _add(_LOG_OPTIONS, command)
+    return with_sources(_settling(command))
+
+
+def _add(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
     for option in reversed(options):
-        settled = option(settled)
-    return settled
+        command = option(command)
+    return command
+
+
+def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
+    context.meta[str(parameter.name)] = value
+
+
+_LOG_OPTIONS = (
+    click.option(
+        "-v",
+        "--verbose",
+        _VERBOSITY,
+        count=True,
+        expose_value=False,
+        callback=_keep,
+        help="Show what every rank logs; -vv shows everything, and what libraries say.",
+    ),
+    click.option(
+        "--log-dir",
+        _LOG_DIRECTORY,
+        metavar="DIR",
+        expose_value=False,
+        callback=_keep,
+        help="Keep a log file of each rank there.  [default: launch.log_directory]",
+    ),
+)
 
 
 def _settling(command: Command) -> Command:
@@ -94,16 +109,19 @@ def _settling(command: Command) -> Command:
 
     @wraps(command)
     def begin(
-        config_path: Path | None, overrides: tuple[str, ...], speculation: str | None, print_config: bool, **others: Any
+        config_path: Path | None,
+        overrides: tuple[str, ...],
+        speculation: str | None,
+        print_config: bool = False,
+        **others: Any,
     ) -> int:
         settled = settle(config_path, overrides, speculation, others)
         others = {name: value for name, value in others.items() if name not in KEYS}
         if print_config:
-            more = [*server_overrides(others), *([] if speculation is None else [f"speculation.method={speculation}"])]
-            print_configuration(settled, more)
+            print_configuration(settled, server_overrides(others))
             return 0
         tell_choices(settled)
-        return int(command(config_path=settled.path, overrides=settled.overrides, speculation=speculation, **others))
+        return int(command(config_path=settled.path, overrides=settled.overrides, **others))
 
     return cast(Command, begin)
 
@@ -117,7 +135,6 @@ def server_overrides(parameters: Mapping[str, Any]) -> list[str]:
 def load(
     path: Path,
     overrides: Sequence[str],
-    speculation: str | None,
     is_frontend: bool = False,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
     read: Callable[[Path, Sequence[str]], dict[str, Any]] = read_values,
@@ -127,7 +144,6 @@ def load(
     Args:
         path: of the YAML file.
         overrides: `key=value` texts.
-        speculation: the method, where an option of its own names it.
         is_frontend: whether this process is the frontend of a server, and so never a rank.
         place_ranks: who sits where.
         read: of the path and the overrides makes what the file holds.
@@ -138,30 +154,26 @@ def load(
     from launch.commands.schedulers import check_batch_sections
     from launch.jobs.placement.run_config import load_run_config
 
-    extra = [] if speculation is None else [f"speculation.method={speculation}"]
     context = click.get_current_context(silent=True)
     options = context.meta if context is not None else {}
     if _VERBOSITY not in options:
-        return load_run_config(path, [*overrides, *extra], check_batch_sections, place_ranks, read)
+        return load_run_config(path, overrides, check_batch_sections, place_ranks, read)
     if options[_LOG_DIRECTORY] is not None:
-        extra.append(f"launch.log_directory={json.dumps(options[_LOG_DIRECTORY])}")
+        overrides = [*overrides, f"launch.log_directory={json.dumps(options[_LOG_DIRECTORY])}"]
     from launch.jobs.logs import quiet_libraries
 
     quiet_libraries(options[_VERBOSITY])
-    config = load_run_config(path, [*overrides, *extra], check_batch_sections, place_ranks, read)
+    config = load_run_config(path, overrides, check_batch_sections, place_ranks, read)
     _begin_log(path, config, place_ranks(config), options[_VERBOSITY], is_frontend)
     return config
 
 
-def shared_options(overrides: Sequence[str], speculation: str | None) -> list[str]:
+def shared_options(path: Path, overrides: Sequence[str]) -> list[str]:
     """The words by which another command reads the same configuration, and logs alike. Inside a command that starts
     ranks."""
-    words = [word for override in overrides for word in ("--set", override)]
-    words += [] if speculation is None else ["--speculation", speculation]
     options = click.get_current_context().meta
-    words += ["-v"] * options[_VERBOSITY]
-    words += [] if options[_LOG_DIRECTORY] is None else ["--log-dir", options[_LOG_DIRECTORY]]
-    return words
+    log_directory = [] if options[_LOG_DIRECTORY] is None else ["--log-dir", options[_LOG_DIRECTORY]]
+    return [*config_words(path, overrides), *["-v"] * options[_VERBOSITY], *log_directory]
 
 
 def _begin_log(path: Path, config: RuntimeConfig, topology: Topology, verbosity: int, is_frontend: bool) -> None:
@@ -183,7 +195,3 @@ def _begin_log(path: Path, config: RuntimeConfig, topology: Topology, verbosity:
             logger.info("%s: %s", name, section.model)
     if config.heads is not None and (not speaker.rank or ("draft" if config.heads_apart else "target") in speaker.role):
         logger.info("heads: %s", config.heads.model)
-
-
-def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    context.meta[str(parameter.name)] = value

@@ -31,12 +31,9 @@ def init(model: str | None, draft: str | None, devices: list[int | str] | None, 
     file = Path(output)
     if output != "-" and not force and os.path.lexists(file):
         raise ConfigError(f"{file} is there already: --force writes over it, --output names another file")
-    from launch.init.first_config import Given, make_first_config
-    from launch.init.machine import look
+    from launch.init.first_config import Given, look, make_first_config
 
-    text = make_first_config(look(), Given(model, draft, devices)).replace(
-        "FILE", "run.yaml" if output == "-" else output
-    )
+    text = make_first_config(look(), Given("run.yaml" if output == "-" else output, model, draft, devices))
     if output == "-":
         print(text, end="")
         return 0

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,9 +16,6 @@ from launch.commands.common import load, with_config
 from launch.commands.model_options import config_words, rank_words
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.yaml_source import read_values
-
-if TYPE_CHECKING:
-    from launch.jobs.mpi.job import Job
 
 _POSITIVE = click.FloatRange(0, min_open=True)
 
@@ -29,7 +26,9 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--pbs", is_flag=True, help="The same for PBS.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--hosts", is_flag=True, help="Compare layouts over the hosts by what a round sends and takes.")
-@click.option("--links", type=click.Path(path_type=Path), metavar="FILE", help="Of --hosts: trtrun check --json's.")
+@click.option(
+    "--links", type=click.Path(path_type=Path), metavar="FILE", help="Of --hosts: output of trtrun check --json."
+)
 @click.option("--link", type=click.Choice(["hdr", "ndr", "slingshot", "100gbe"]), help="Of --hosts: between hosts.")
 @click.option("--within", type=click.Choice(["nvlink", "pcie", "shared-memory"]), help="Of --hosts: in a host.")
 @click.option("--latency-us", type=_POSITIVE, help="Of --hosts: of a message between hosts.")
@@ -40,7 +39,6 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 def plan(
     config_path: Path,
     overrides: tuple[str, ...],
-    speculation: str | None,
     slurm: bool,
     pbs: bool,
     as_json: bool,
@@ -61,11 +59,7 @@ def plan(
     from launch.jobs.batch.resources import make_plan_config, place_on_simulated_hosts, read_resources
     from launch.jobs.mpi.job import Job
 
-    arguments = ["run", *config_words(config_path, overrides)]
-    if speculation is not None:
-        arguments += ["--speculation", speculation]
-        overrides += (f"speculation.method={speculation}",)
-    arguments += ["--prompt", "TEXT"]
+    arguments = ["run", *config_words(config_path, overrides), "--prompt", "TEXT"]
     values = read_values(config_path, overrides)
     check_batch_sections(values, str(config_path))
     system = find_system(values, "slurm" if slurm else "pbs" if pbs else None)
@@ -96,7 +90,6 @@ def plan(
 def check(
     config_path: Path,
     overrides: tuple[str, ...],
-    speculation: str | None,
     against: str | None,
     num_layers: int,
     prompt: str | None,
@@ -114,20 +107,24 @@ def check(
     """
     if against is not None:
         from launch.jobs.check.comparison import compare_target
+        from trtrun.start.job_spec import JobSpec
 
-        return compare_target(load(config_path, overrides, speculation), num_layers, prompt, as_json)
+        return compare_target(JobSpec(load(config_path, overrides)), num_layers, prompt, as_json)
     from launch.jobs.mpi.job import Job
     from launch.jobs.mpi.start_progress import has_parent
 
-    job = Job(load(config_path, overrides, speculation), rank_words(), is_check=True)
+    job = Job(load(config_path, overrides), rank_words(), is_check=True)
 
     def preflight() -> None:
         from launch.jobs.check.preflight import check_job
+        from launch.jobs.check.surroundings import warn_before_mpi
 
         if not has_parent():  # else it has said so
             check_job(job.spec)
             _tell_formats(job.spec.config, as_json)
-            _warn_before_mpi(job)
+            warning = warn_before_mpi({**os.environ, **job.config.launch.environment}) if job.needs_mpirun else None
+            if warning is not None:
+                print(f"trtrun: warning: {warning}", file=sys.stderr, flush=True)
 
     status = job.enter(preflight)
     if status is not None:
@@ -144,15 +141,6 @@ def _refuse_unused(hosts: bool, figures: Mapping[str, object]) -> None:
         is_given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
         if is_given and not hosts:
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --hosts")
-
-
-def _warn_before_mpi(job: Job) -> None:
-    """Say what may end ranks while MPI starts."""
-    from launch.jobs.check.surroundings import warn_before_mpi
-
-    warning = warn_before_mpi({**os.environ, **job.config.launch.environment}) if job.needs_mpirun else None
-    if warning is not None:
-        print(f"trtrun: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _tell_formats(config: RuntimeConfig, as_json: bool) -> None:

@@ -77,7 +77,7 @@ _OPTIONS = (
 
 
 def with_model(command: Command) -> Command:
-    """Add MODEL and its options, but for a --draft-len of the command's own."""
+    """Add MODEL and its options; --draft-len only where the command has none of its own."""
     has_own = any(param.name == OF_ROWS for param in getattr(command, "__click_params__", ()))
     for option in reversed(_OPTIONS):
         if not (has_own and option is _DRAFT_LEN):
@@ -91,7 +91,7 @@ class Settled:
 
     Attributes:
         path: of the YAML file, or COMMAND_LINE.
-        overrides: `key=value` texts: what options stand for, and what was chosen, before --set.
+        overrides: `key=value` texts: what options stand for, what was chosen, --set, --speculation. The last one holds.
         choices: what was chosen.
     """
 
@@ -125,6 +125,7 @@ def settle(
         click.UsageError: there is neither a file nor a model, or both.
         TrtrunError: a model is not there, or is not supported.
     """
+    overrides = [*overrides, *([] if speculation is None else [f"speculation.method={speculation}"])]
     keys = {**KEYS, OF_ROWS: KEYS["most_drafted"]} if path is None else KEYS
     found = [(key, parameters.get(name)) for name, key in keys.items()]
     given = [f"{key}={json.dumps(value)}" for key, value in found if value is not None]
@@ -135,8 +136,7 @@ def settle(
                 "TensorRT-LLM has in its --config, trtrun serve takes as --extra_llm_api_options)"
             )
         return Settled(path, (*given, *overrides))
-    method = [] if speculation is None else [f"speculation.method={speculation}"]
-    values = read_values(COMMAND_LINE, [*given, *overrides, *method])
+    values = read_values(COMMAND_LINE, [*given, *overrides])
     target = values.get("target")
     if target is None or (isinstance(target, dict) and target.get("model") is None):
         raise click.UsageError("name a model's directory, such as /models/Llama-3.1-8B-Instruct, or --config FILE")
@@ -186,10 +186,9 @@ def print_configuration(settled: Settled, more: Sequence[str] = ()) -> None:
     from launch.jobs.plan.yaml_text import render_yaml, with_absolute_models
     from trtrun.configuration.config import RuntimeConfig
 
-    overrides = [*settled.overrides, *more]
-    load_run_config(settled.path, overrides, check_batch_sections)
+    read = read_values(settled.path, [*settled.overrides, *more])
+    load_run_config(settled.path, (), check_batch_sections, read=lambda path, overrides: read)
     base = Path.cwd() if settled.path == COMMAND_LINE else settled.path.resolve().parent
-    found = with_absolute_models(read_values(settled.path, overrides), base)
-    known = [*RuntimeConfig.model_fields]
-    values = {name: found[name] for name in sorted(found, key=known.index)}
+    found = with_absolute_models(read, base)
+    values = {name: found[name] for name in RuntimeConfig.model_fields if name in found}
     print(render_yaml(values, {choice.key: choice.reason for choice in settled.choices}), end="")

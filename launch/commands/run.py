@@ -34,7 +34,6 @@ from launch.jobs.mpi.drain import Drain, EndedAtStart, ending_at_once, leave_sta
 def run(
     config_path: Path,
     overrides: tuple[str, ...],
-    speculation: str | None,
     prompts: tuple[str, ...],
     prompts_file: Path | None,
     output: str | None,
@@ -53,18 +52,18 @@ def run(
         raise click.UsageError("nothing to do: give --prompt TEXT or --prompts FILE.jsonl")
     if resume and output in (None, "-"):
         raise click.UsageError("--resume needs --output FILE.jsonl, the file to go on with")
-    return run_rows(config_path, overrides, speculation, options)
+    return run_rows(config_path, overrides, options)
 
 
-def run_rows(config_path: Path, overrides: Sequence[str], speculation: str | None, options: RunOptions) -> int:
+def run_rows(config_path: Path, overrides: Sequence[str], options: RunOptions) -> int:
     """This process's part of a run of rows, and what becomes of it when a signal asks for an early end."""
     drain = Drain()
     if not options.keeps_rows:
         with ending_at_once():
-            return _run(config_path, overrides, speculation, options, drain)
+            return _run(config_path, overrides, options, drain)
     try:
         with drain.listening():
-            status = _run(config_path, overrides, speculation, options, drain)
+            status = _run(config_path, overrides, options, drain)
     except EndedAtStart:
         line = f"drained after {drain.cause} before any prompt was begun; the same command with --resume runs them"
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
@@ -74,13 +73,11 @@ def run_rows(config_path: Path, overrides: Sequence[str], speculation: str | Non
     return status
 
 
-def _run(
-    config_path: Path, overrides: Sequence[str], speculation: str | None, options: RunOptions, drain: Drain
-) -> int:
+def _run(config_path: Path, overrides: Sequence[str], options: RunOptions, drain: Drain) -> int:
     """This process's part, once it hears the signals that may end it."""
     from launch.jobs.mpi.job import Job
 
-    job = Job(load(config_path, overrides, speculation), rank_words(), drains=options.keeps_rows)
+    job = Job(load(config_path, overrides), rank_words(), drains=options.keeps_rows)
 
     def check() -> None:
         from launch.batch.checks import check_models, check_rows, finish_without_models
@@ -140,7 +137,7 @@ def merge(
     metavar="DIR",
     help="Put compiled kernels below this folder.  [default: each cache's own folder, below the user's]",
 )
-def warm_up(config_path: Path, overrides: tuple[str, ...], speculation: str | None, cache: Path | None) -> int:
+def warm_up(config_path: Path, overrides: tuple[str, ...], cache: Path | None) -> int:
     """Start the job without its weights, for its compiled kernels and measurements: later starts find them.
 
     For container images and batch jobs on many nodes. It needs the devices of the job and the models' config.json, and
@@ -152,7 +149,7 @@ def warm_up(config_path: Path, overrides: tuple[str, ...], speculation: str | No
     if cache is not None:
         for variable, folder in CACHES.items():  # on each rank, before anything reads them
             os.environ[variable] = str(cache.resolve() / folder)
-    job = Job(without_weights(load(config_path, overrides, speculation)), rank_words())
+    job = Job(without_weights(load(config_path, overrides)), rank_words())
 
     def check() -> None:
         from launch.jobs.check.preflight import check_job
@@ -189,13 +186,13 @@ def warm_up(config_path: Path, overrides: tuple[str, ...], speculation: str | No
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="Of sampled rows.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Of sampled rows.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the first row; each row behind has the next.")
-def generate_data(config_path: Path, overrides: tuple[str, ...], speculation: str | None, **values: Any) -> int:
+def generate_data(config_path: Path, overrides: tuple[str, ...], **values: Any) -> int:
     """Let the target answer prompts, as data for `trtrun train-drafter`.
 
     It runs like `trtrun run`: speculative or plain, on any number of ranks, with a drain at the first signal. A row
     that names its own sampling parameters keeps them.
     """
-    return run_rows(config_path, overrides, speculation, data_options(values))
+    return run_rows(config_path, overrides, data_options(values))
 
 
 def data_options(values: Mapping[str, Any]) -> RunOptions:

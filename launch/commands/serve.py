@@ -16,22 +16,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from typing_extensions import override
 
-from launch.commands.common import load, server_overrides, shared_options, with_config
-from launch.commands.model_options import (
-    KEYS,
-    config_words,
-    print_configuration,
-    rank_words,
-    settle,
-    tell_choices,
-    with_model,
-)
+from launch.commands.common import load, server_overrides, shared_options, with_config, with_sources
+from launch.commands.model_options import KEYS, print_configuration, rank_words, settle, tell_choices
 from launch.commands.prompts import given_sampling
 from launch.exit_codes import ExitCode, describe_exit_codes
 from launch.migration.command_words import read_words
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
@@ -69,19 +60,19 @@ class ServeCommand(click.Command):
 @click.option("--api-key-file", metavar="F", help="One key a line; requests need one of them.")
 @click.option("--tls-cert", metavar="F", help="Certificate of the server, in PEM; needs --tls-key.")
 @click.option("--tls-key", metavar="F", help="Key of the certificate, in PEM.")
-def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None, **server: Any) -> int:
+def serve(config_path: Path, overrides: tuple[str, ...], **server: Any) -> int:
     """Serve the OpenAI API and Triton's models over the ranks of a job.
 
     Options of `vllm serve` and trtllm-serve are taken, with a line on what each is here. Starts the ranks itself, and
-    starts them again when they end. Under an mpirun or srun of your own rank 0 serves, and
-    nothing is started again. The first SIGINT or SIGTERM drains: requests in work have launch.drain_seconds to finish,
-    new ones are refused. The second one ends at once.
+    starts them again when they end. Under an mpirun or srun of your own rank 0 serves, and nothing is started again.
+    The first SIGINT or SIGTERM drains: requests in work have launch.drain_seconds to finish, new ones are refused. The
+    second one ends at once.
     """
     check_extra()
-    given = server_overrides(server)
+    overrides += tuple(server_overrides(server))
     if find_mpi_rank() is not None:
-        return _serve_rank(load(config_path, [*overrides, *given], speculation))
-    config = load(config_path, [*overrides, *given], speculation, is_frontend=True)
+        return _serve_rank(load(config_path, overrides))
+    config = load(config_path, overrides, is_frontend=True)
     from launch.jobs.placement.allocation import is_local
     from launch.serve.application.serve import play_serve
     from launch.serve.engine.keeper import engine_command
@@ -94,8 +85,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     if not sys.platform.startswith("linux"):
         raise PlacementError("trtrun serve needs Linux")
     check_served(spec)
-    words = [*config_words(config_path, ()), *shared_options([*overrides, *given], speculation)]
-    return play_serve(spec, RestartedEngine(config, engine_command(words)))
+    return play_serve(spec, RestartedEngine(config, engine_command(shared_options(config_path, overrides))))
 
 
 def _serve_rank(config: RuntimeConfig) -> int:
@@ -128,11 +118,11 @@ def check_served(spec: JobSpec) -> None:
 @click.command("serve-engine", hidden=True)
 @with_config
 @click.option("--socket", required=True, help="Where the front listens.")
-def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str | None, socket: str) -> int:
+def serve_engine(config_path: Path, overrides: tuple[str, ...], socket: str) -> int:
     """The ranks behind `trtrun serve`, which starts this."""
     from launch.jobs.mpi.job import Job
 
-    job = Job(load(config_path, overrides, speculation), rank_words())
+    job = Job(load(config_path, overrides), rank_words())
     status = job.enter(lambda: None)  # the frontend has checked it
     if status is not None:
         return status
@@ -167,22 +157,13 @@ def _parse_object(context: click.Context, option: click.Parameter, value: str | 
 
 
 @click.command(epilog=f"Exit status: {describe_exit_codes()}")
-@with_model
-@click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML file of the job.")
+@with_sources
 @click.option(
     "--url",
     metavar="URL",
     help="A server that runs: http://127.0.0.1:8000, unix:///PATH or its server.name_file.",
 )
 @click.option("--api-key-file", type=click.Path(path_type=Path), metavar="F", help="With that server's key.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
-@click.option(
-    "--speculation",
-    "--method",
-    "speculation",
-    type=click.Choice(list(METHODS)),
-    help="Short for --set speculation.method=….",
-)
 @click.option("--system", metavar="TEXT", help="What the system is told.")
 @click.option("--max-tokens", type=int, help="Most tokens of an answer.  [default: to the context's end]")
 @click.option("--temperature", type=float, help="0 is greedy.  [default: what the model says, else 1]")
@@ -221,21 +202,19 @@ def chat(
         if overrides or speculation is not None or any(values.get(name) is not None for name in KEYS):
             raise click.UsageError("--set, --speculation and devices are of a job: a server that runs has its own")
         key = None if api_key_file is None else _read_key(api_key_file)
-        named = Path(url) if "://" not in url else None
-        find_url = None if named is None else partial(_read_url, named)
+        find_url = None if "://" in url else partial(_read_url, Path(url))
         client = ChatClient(url if find_url is None else find_url(), key, find_url)
         serving: AbstractContextManager[ChatClient] = nullcontext(client)
     else:
         if api_key_file is not None:
             raise click.UsageError("--api-key-file is of a server that runs, with --url")
         settled = settle(config_path, overrides, speculation, values)
-        method = [] if speculation is None else ["--speculation", speculation]
         if print_config:
-            print_configuration(settled, [f"speculation.method={word}" for word in method[1:]])
+            print_configuration(settled)
             return ExitCode.DONE
-        _check_template(load(settled.path, settled.overrides, speculation))
+        _check_template(load(settled.path, settled.overrides))
         tell_choices(settled)
-        serving = own_server([*settled.words, *method])
+        serving = own_server(settled.words)
     with serving as client:
         client.look()
         Session(client, system, _options(values)).run()

@@ -71,9 +71,7 @@ class Inner:
     @property
     def overrides(self) -> list[str]:
         """Changes of the YAML file that the whole command line makes."""
-        speculation = self.parameters.get("speculation")
-        extra = [] if speculation is None else [f"speculation.method={speculation}"]
-        return [*self.settled.overrides, *server_overrides(self.parameters), *extra]
+        return [*self.settled.overrides, *server_overrides(self.parameters)]
 
     def place_ranks(self, config: RuntimeConfig) -> Topology:
         """Who sits where when the command runs."""

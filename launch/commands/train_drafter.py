@@ -105,7 +105,6 @@ def with_settings(command: Command) -> Command:
 def train_drafter(
     config_path: Path,
     overrides: tuple[str, ...],
-    speculation: str | None,
     **values: Any,
 ) -> int:
     """Train a drafter for the configuration's target, which stays as it is.
@@ -117,7 +116,7 @@ def train_drafter(
     drain = Drain()
     try:
         with drain.listening():
-            config = load(config_path, overrides, speculation, False, place_training_ranks, read_training_values)
+            config = load(config_path, overrides, False, place_training_ranks, read_training_values)
             status = _train(config, options, drain)
     except EndedAtStart:
         line = f"ended by {drain.cause} before the first step; the same command with --resume begins it"

@@ -1,30 +1,99 @@
-"""The YAML file that `trtrun init` writes: a placement that `trtrun plan` says fits, with a reason for each choice."""
+"""The YAML file that `trtrun init` writes: what it finds on this host, GPUs, cores, MPI and Slurm's partitions, and a
+placement that `trtrun plan` says fits, with a reason for each choice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.init.machine import Machine
+import torch
+
 from launch.init.models import Drafting, FoundModel, find_models, list_draftings, name_model
+from launch.jobs.check.preflight import count_gpus
 from launch.jobs.mpi.job import Job
+from launch.jobs.mpi.library import find_library
 from launch.jobs.plan.plan import JobPlan, make_plan
 from launch.jobs.plan.proposal import choose_open_keys
 from launch.jobs.plan.yaml_text import comment_lines, render_yaml
+from launch.jobs.slurm.client import Partition, SlurmError, list_partitions
 from trtrun.configuration.config import make_config
 from trtrun.configuration.model_paths import ASSET_PREFIX
-from trtrun.errors import TrtrunError
+from trtrun.errors import PlacementError, TrtrunError
 from trtrun.kvcache.sizing import format_bytes
+from trtrun.threads import count_cores
 
 _MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the command line says; None where it leaves a thing open."""
+class Machine:
+    """This host.
 
+    Attributes:
+        gpus: what each GPU is, as texts.
+        partitions: of the Slurm cluster that the host belongs to; empty without one.
+        slurm: why there are none; empty where there are some.
+        mpi: the library that ranks load, or why there is none.
+    """
+
+    gpus: tuple[str, ...]
+    partitions: tuple[Partition, ...]
+    slurm: str
+    mpi: str
+
+    @property
+    def partition(self) -> Partition | None:
+        """Where a job goes from a host without GPUs: the first partition with some, the default one before others."""
+        if self.gpus:
+            return None
+        with_gpus = [found for found in self.partitions if found.gpus]
+        return next((found for found in with_gpus if found.is_default), next(iter(with_gpus), None))
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that a job may use on one host."""
+        return self.partition.gpus if self.partition is not None else len(self.gpus)
+
+    def describe(self) -> Iterator[str]:
+        """Lines for people."""
+        yield f"GPUs here: {_count_alike(self.gpus) or 'none'}."
+        yield f"CPU cores: {count_cores()}."
+        yield f"Slurm: {', '.join(map(str, self.partitions)) or self.slurm}."
+        yield f"MPI: {self.mpi}."
+
+
+def look() -> Machine:
+    """This host, as this process sees it."""
+    partitions: tuple[Partition, ...] = ()
+    try:
+        partitions, slurm = tuple(list_partitions()), "no partition is up"
+    except SlurmError as error:
+        slurm = str(error).partition(":")[0]
+    try:
+        mpi = find_library(os.environ).version.strip()
+    except PlacementError as error:
+        mpi = str(error)
+    return Machine(tuple(map(_describe_gpu, range(count_gpus()))), partitions, slurm, mpi)
+
+
+def _describe_gpu(number: int) -> str:
+    seen = torch.cuda.get_device_properties(number)
+    return f"{seen.name} ({format_bytes(seen.total_memory)})"
+
+
+def _count_alike(names: Sequence[str]) -> str:
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says; None where it leaves a thing open. `file` is the name of what is written."""
+
+    file: str
     model: str | None
     draft: str | None
     devices: Sequence[int | str] | None
@@ -48,9 +117,12 @@ def make_first_config(machine: Machine, given: Given) -> str:
         targets = [(model, reason) for model in models if model.heads is None]
         shipped = name_model(f"{ASSET_PREFIX}target", "--model")
         targets.append((shipped, "The Hugging Face cache has no model that fits: this one ships with trtrun."))
+    named = None
+    if given.draft is not None:
+        named = Drafting({"draft": {"model": name_model(given.draft, "--draft").name}}, "You named it.")
     error: TrtrunError | None = None
     for target, reason in targets:
-        draftings = list(_list_draftings(target, models, given))
+        draftings = list(list_draftings(target, models)) if named is None else [named]
         for drafting in draftings:
             try:
                 values, comments, plan = _place(target, drafting, machine, given)
@@ -59,17 +131,11 @@ def make_first_config(machine: Machine, given: Given) -> str:
                 continue
             comments["target.model"] = reason
             others = [other.name for other in draftings if other is not drafting and other.name != "ngram"]
-            if others and given.draft is None:
+            if others:
                 comments["speculation.method"] += f" Also possible: {', '.join(others[:_MOST_NAMED])}."
-            return _render(values, comments, machine, plan)
+            return _render(values, comments, machine, plan, given.file)
     assert error is not None
     raise error
-
-
-def _list_draftings(target: FoundModel, models: Sequence[FoundModel], given: Given) -> Sequence[Drafting]:
-    if given.draft is None:
-        return list(list_draftings(target, models))
-    return [Drafting({"draft": {"model": name_model(given.draft, "--draft").name}}, "You named it.")]
 
 
 def _place(
@@ -98,10 +164,10 @@ def _place(
     return values, comments, make_plan(Job(make_config(values, Path.cwd(), "trtrun init"), []))
 
 
-def _render(values: Mapping[str, Any], comments: Mapping[str, str], machine: Machine, plan: JobPlan) -> str:
+def _render(values: Mapping[str, Any], comments: Mapping[str, str], machine: Machine, plan: JobPlan, file: str) -> str:
     lines = ["Written by trtrun init. What it found:", *machine.describe(), _describe_fit(plan)]
-    start = "trtrun submit --config FILE -- serve" if machine.partition is not None else "trtrun serve --config FILE"
-    lines += [f"Next: trtrun check --config FILE, then {start}. Every key: docs/configuration.md."]
+    start = f"submit --config {file} -- serve" if machine.partition is not None else f"serve --config {file}"
+    lines += [f"Next: trtrun check --config {file}, then trtrun {start}. Every key: docs/configuration.md."]
     return "".join(f"{line}\n" for text in lines for line in comment_lines(text)) + render_yaml(values, comments)
 
 

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.jobs.plan.proposal import bytes_of_weights, has_own_heads
-from trtrun.configuration.config import make_config
+from launch.jobs.plan.proposal import bytes_of_weights, fits_heads, has_own_heads, spec_of
 from trtrun.configuration.drafting.drafting_methods import NO_DRAFTS
 from trtrun.configuration.model_paths import ASSET_PREFIX, find_model, list_cached
 from trtrun.errors import TrtrunError
 from trtrun.heads.head_reading import find_heads
-from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files
 from trtrun.tokens.translation import choose_way
 
@@ -92,12 +90,12 @@ def list_draftings(target: FoundModel, models: Sequence[FoundModel]) -> Iterator
     """
     if target.name == f"{ASSET_PREFIX}target":
         yield _draft_model(f"{ASSET_PREFIX}draft", "It ships with this target.")
-    if has_own_heads(str(target.directory)):
+    if has_own_heads(target.directory):
         yield Drafting({"speculation": {"method": "mtp"}}, "The target's own files hold heads that draft.")
     for heads in models:
         if heads.heads is not None and _is_for(heads, target):
             values = {"draft": {"model": heads.name}, "speculation": {"method": heads.heads}}
-            if _fits(values, target):
+            if fits_heads(target.directory, values):
                 yield Drafting(values, "These heads are named for the target, and fit it by their shapes.")
     smaller = [
         model
@@ -138,18 +136,6 @@ def _is_for(heads: FoundModel, target: FoundModel) -> bool:
 def _is_supported(directory: Path) -> bool:
     """Whether a directory holds a model of a family that is known, by its config.json."""
     try:
-        return bool(_spec_of(directory, {"speculation": {"method": NO_DRAFTS}}).target)
+        return bool(spec_of(directory, {"speculation": {"method": NO_DRAFTS}}).target)
     except TrtrunError:
         return False
-
-
-def _fits(values: Mapping[str, Any], target: FoundModel) -> bool:
-    """Whether heads can be read for a target, by the shapes of their tensors."""
-    try:
-        return _spec_of(target.directory, values).heads is not None
-    except TrtrunError:
-        return False
-
-
-def _spec_of(target: Path, values: Mapping[str, Any]) -> JobSpec:
-    return JobSpec(make_config({"target": {"model": str(target), "devices": ["cpu:0"]}, **values}, Path.cwd()))

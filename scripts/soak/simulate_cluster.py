@@ -70,12 +70,13 @@ def summarize(results: Sequence[ServerResult], seconds: float) -> dict[str, Any]
     speeds = [value for result in results for value in result.tokens_per_s]
     medians = [statistics.median(result.first_token_s) for result in results if result.first_token_s]
     rounds = sum(result.num_rounds for result in results)
+    prompt_tokens = sum(result.num_prompt_tokens for result in results)
     return {
         "first_token_s": _percentiles(first),
         "tokens_per_s": _percentiles(speeds, falling=True),
         "tokens_per_s_of_all": round(sum(result.num_tokens / max(seconds, result.ended) for result in results)),
         "refused": sum(result.num_refused for result in results),
-        "reused_share": round(_share(results, "num_reused", "num_prompt_tokens"), 3),
+        "reused_share": round(sum(result.num_reused for result in results) / max(1, prompt_tokens), 3),
         "rows_taken_back": sum(result.num_preemptions for result in results),
         "most_waiting": max(result.most_waiting for result in results),
         "most_blocks": max(result.most_blocks for result in results),
@@ -92,10 +93,6 @@ def _percentiles(values: Sequence[float], *, falling: bool = False) -> dict[str,
         return {}
     found = np.percentile(values, [100 - share if falling else share for share in PERCENTILES]).tolist()
     return {f"p{share}": round(value, 3) for share, value in zip(PERCENTILES, found, strict=True)}
-
-
-def _share(results: Sequence[ServerResult], part: str, whole: str) -> float:
-    return sum(getattr(result, part) for result in results) / max(1, sum(getattr(result, whole) for result in results))
 
 
 def _skew(counts: Sequence[int]) -> float:

@@ -11,23 +11,24 @@ import torch
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_directory import read_engine
 from trtrun.errors import ConfigError
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import read_tokenizer
 from trtrun.tools.comparing.transformers_layers import compare
 
 _NUM_RANDOM = 24
 
 
-def compare_target(config: RuntimeConfig, num_layers: int, prompt: str | None, as_json: bool) -> int:
+def compare_target(spec: JobSpec, num_layers: int, prompt: str | None, as_json: bool) -> int:
     """Print what differs; the exit status is 0 where nothing does.
 
     Raises:
         TrtrunError: the target is no Hugging Face directory with weights, or a prompt of fewer than two tokens.
     """
-    path = config.target.model
+    config, path = spec.config, spec.config.target.model
     if config.target.load_format == "dummy" or read_engine(path) is not None:
         raise ConfigError("--against transformers needs the weights of a Hugging Face directory as target.model")
-    model = read_model_config(path)
+    model = spec.target
     if model.quant_method is not None:
         raise ConfigError(f"--against transformers compares plain weights, and {path} is quantized")
     found = compare(path, model, num_layers, _tokens_of(config, model, prompt))

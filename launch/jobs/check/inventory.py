@@ -31,7 +31,7 @@ from trtrun import __version__
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine
 from trtrun.configuration.engine_sections import ModelSection
 from trtrun.configuration.model_paths import snapshot_of
-from trtrun.errors import TrtrunError
+from trtrun.errors import TrtrunError, name_section
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.loading.loading import check_embedding_and_head
 from trtrun.loading.weight_check import check_model_weights
@@ -127,7 +127,7 @@ def take_inventory(
             if is_held or is_engine(section.model):
                 engines[name] = _read_built(section.model)
         except TrtrunError as error:
-            problems.append(f"{name}: {error}")
+            problems.append(name_section(name, error))
         except OSError as error:
             problems.append(f"{name}: {section.model} cannot be read: {error.strerror or error}")
     if rank in topology.worker_ranks and not problems:

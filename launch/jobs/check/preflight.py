@@ -17,7 +17,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
 from trtrun.configuration.drafting.text_methods import SuffixSection
 from trtrun.configuration.engine_sections import ModelSection
-from trtrun.errors import CheckpointError, ConfigError
+from trtrun.errors import CheckpointError, ConfigError, name_section
 from trtrun.heads.head_reading import tell_heads
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.loading.model_settings import (
@@ -119,10 +119,10 @@ def inspect_weights(spec: JobSpec, hosts_to_come: Collection[str] = ()) -> list[
             else:
                 _ = spec.heads
         except NoWeightsError as error:
-            problem = NoWeightsError(f"{role}: {str(error).removeprefix(f'{role}: ')}")
+            problem = NoWeightsError(name_section(role, error))
         except CheckpointError as error:
             told = _of_heads(role, section.model) if role == "draft" else None
-            problem = CheckpointError(f"{role}: {told or str(error).removeprefix(f'{role}: ')}")
+            problem = CheckpointError(name_section(role, told or error))
         reports.append(WeightsReport(role, hosts, is_held, problem))
     return reports
 
@@ -210,7 +210,7 @@ def _check_model(role: str, spec: JobSpec) -> ModelConfig:
         share = Share(0, len(section.devices))
         check_split(config, share, resolve_dtype_name(section, config), kind, default)
     except (CheckpointError, ConfigError, ParallelError) as error:
-        raise CheckpointError(f"{role}: {_of_heads(role, section.model) or error}") from None
+        raise CheckpointError(name_section(role, _of_heads(role, section.model) or error)) from None
     return config
 
 

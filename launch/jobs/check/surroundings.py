@@ -18,15 +18,15 @@ from typing import Any
 PROBE_SECONDS = 20.0
 
 _MPI_FILE = re.compile(r"libmpi(ch|_\w+)?\.so")
-_FAMILIES = (
-    (re.compile(r"MPICH|Intel\(R\) MPI|MVAPICH"), "MPICH"),
-    (re.compile(r"Open MPI"), "Open MPI"),
-)
+_FAMILIES = {"MPICH": r"MPICH|Intel\(R\) MPI|MVAPICH", "Open MPI": "Open MPI"}
 _ABIS = {
     "MPICH": "MPICH's ABI, as Cray MPICH, Intel MPI and MVAPICH have it",
     "Open MPI": "Open MPI's ABI",
 }
 """Libraries of one ABI take each other's place: all of the first are libmpi.so.12."""
+
+_SLINGSHOT = (("/sys/class/cxi", "cxi*"), ("/sys/class/net", "hsn*"))
+"""Where the kernel shows its network cards."""
 
 _FABRIC_PROBE = """
 import ctypes, sys
@@ -112,7 +112,7 @@ def find_surroundings(with_mpi: bool, environment: Mapping[str, str] | None = No
     text = MPI.Get_library_version().replace("\0", "")
     loaded = _loaded_files()
     libfabric = next((path for path in loaded if os.path.basename(path).startswith("libfabric.so")), "")
-    family = next((name for pattern, name in _FAMILIES if pattern.search(text)), "")
+    family = next((name for name, pattern in _FAMILIES.items() if re.search(pattern, text)), "")
     found = Surroundings(
         library=short_version(text),
         file=next((path for path in loaded if _MPI_FILE.match(os.path.basename(path))), ""),
@@ -125,10 +125,6 @@ def find_surroundings(with_mpi: bool, environment: Mapping[str, str] | None = No
     )
     has_slingshot = any(any(Path(folder).glob(name)) for folder, name in _SLINGSHOT)
     return replace(found, losses=tuple(find_losses(found, values, has_slingshot)))
-
-
-_SLINGSHOT = (("/sys/class/cxi", "cxi*"), ("/sys/class/net", "hsn*"))
-"""Where the kernel shows its network cards."""
 
 
 def find_losses(found: Surroundings, environment: Mapping[str, str], has_slingshot: bool) -> Iterator[str]:

@@ -190,15 +190,15 @@ def _fill(templates: Sequence[str], **values: object) -> list[str]:
 
 def _applies(setting: Setting, launch: Launch) -> bool:
     """Whether the job needs a setting, and the user has not decided it."""
-    if setting.when is When.ROOT and os.geteuid() != 0:
-        return False
-    if setting.when is When.SEVERAL_HOSTS and not launch.is_placed:
-        return False
-    if setting.when is When.ONE_HOST and not launch.stays_here:
-        return False
-    if setting.when is When.SHARED_MEMORY and not launch.shares_memory:
-        return False
-    if setting.when is When.MAY_LOSE_RANKS and not launch.may_lose_ranks:
+    is_case = {
+        When.ALWAYS: True,
+        When.ROOT: os.geteuid() == 0,
+        When.SEVERAL_HOSTS: launch.is_placed,
+        When.ONE_HOST: launch.stays_here,
+        When.SHARED_MEMORY: launch.shares_memory,
+        When.MAY_LOSE_RANKS: launch.may_lose_ranks,
+    }
+    if not is_case[setting.when]:
         return False
     given = {word.partition("=")[0] for word in launch.section.mpirun_arguments}
     options = setting.options or setting.arguments[:1]

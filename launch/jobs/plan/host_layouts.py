@@ -122,16 +122,16 @@ def list_layouts(config: RuntimeConfig, devices: Sequence[str], has_experts: boo
     own = config.draft.devices if config.draft is not None else ()
     first, second = (tuple(by_host[host]) for host in hosts[:2])
     every, apart = tuple(devices), second[: len(own)]
-    found = [("as configured", config.target.devices, own), ("target over all hosts", every, ())]
+    found = [("as configured", config.target.devices, own)]
     if own:
-        found[1:] = [
+        found += [
             ("target and draft over all hosts", every, every),
             (f"target over all hosts, draft on those of {hosts[0]}", every, first),
             (f"target on {hosts[0]}, draft apart on {hosts[1]}", first, apart),
             (f"target and draft on {hosts[0]}", first, first),
         ]
     else:
-        found.append((f"target on {hosts[0]}", first, ()))
+        found += [("target over all hosts", every, ()), (f"target on {hosts[0]}", first, ())]
     seen = set()
     for name, target, draft in found:
         for by_experts in (False, True) if has_experts and len(target) > 1 else (None,):

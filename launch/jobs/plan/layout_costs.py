@@ -6,6 +6,7 @@ are, or arithmetic, which bounds rounds of many rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -175,9 +176,7 @@ def _has_room(memory: JobMemory, gpu_bytes: int | None) -> bool | None:
 def _group(topology: Topology, role: str, shards: ModelShards) -> Group:
     """An engine's ranks, and what a forward of it exchanges."""
     ranks = topology.target_ranks if role == "target" else topology.draft_ranks
-    counts: dict[str, int] = {}
-    for rank in ranks:
-        counts[topology.host(rank)] = counts.get(topology.host(rank), 0) + 1
+    counts = Counter(map(topology.host, ranks))
     model = shards.model
     sums, chosen = 1, list[int]()  # the embedding is summed, too
     for layer in model.layers:

@@ -80,14 +80,31 @@ def choose_open_keys(values: Mapping[str, Any], gpus: int | None = None) -> list
     return choices
 
 
-def has_own_heads(target: str) -> bool:
+def has_own_heads(target: Path) -> bool:
     """Whether a model's own files hold heads that draft (method mtp)."""
-    section = {"model": target, "devices": ["cpu:0"]}
+    return fits_heads(target, {"speculation": {"method": "mtp"}})
+
+
+def fits_heads(target: Path, drafting: Mapping[str, Any]) -> bool:
+    """Whether heads can be read for a target, by the shapes of their tensors.
+
+    Args:
+        target: a model's directory.
+        drafting: sections of a YAML file that name the heads.
+    """
     try:
-        spec = JobSpec(make_config({"target": section, "speculation": {"method": "mtp"}}, Path.cwd()))
-        return spec.heads is not None
+        return spec_of(target, drafting).heads is not None
     except TrtrunError:
         return False
+
+
+def spec_of(target: Path, drafting: Mapping[str, Any]) -> JobSpec:
+    """A job of one CPU slot with sections of a YAML file beside its target.
+
+    Raises:
+        ConfigError: they are wrong.
+    """
+    return JobSpec(make_config({"target": {"model": str(target), "devices": ["cpu:0"]}, **drafting}, Path.cwd()))
 
 
 def bytes_of_weights(directory: Path) -> int:
@@ -119,7 +136,7 @@ def _choose_method(values: Mapping[str, Any], target: Path) -> list[Choice]:
             Choice("draft.model", f"{ASSET_PREFIX}draft", "ships with this target"),
             Choice("speculation.method", "draft_target", "a small model drafts"),
         ]
-    if has_own_heads(str(target)):
+    if has_own_heads(target):
         return [Choice("speculation.method", "mtp", "the target's own files hold heads that draft")]
     return [Choice("speculation.method", "ngram", "no draft is named: drafts are looked up in the text itself")]
 
@@ -149,20 +166,16 @@ def _choose_draft_devices(values: Mapping[str, Any]) -> Choice:
         names = list(parse_devices(devices))
     except ValueError:  # counts, which an allocation fills, or what the configuration refuses
         return Choice("draft.devices", devices, "the target's")
-    for count in range(len(names), 0, -1):
-        error = _find_error(values, names, names[:count])
-        if error is None:
-            break
+    possible = (count for count in range(len(names), 0, -1) if _find_error(values, names, names[:count]) is None)
+    count = next(possible, len(names))  # where none is, something else is wrong, which the start says
+    if len(names) == 1:
+        reason = "the target's: both in one process"
+    elif count == len(names):
+        reason = "the target's, which was the fastest placement of several"
+    elif count == 1:
+        reason = "the target's first: it cannot be split"
     else:
-        count = len(names)  # something else is wrong, which the start says
-    if count == 1:
-        reason = "the target's: both in one process" if len(names) == 1 else "the target's first: it cannot be split"
-    else:
-        reason = (
-            "the target's, which was the fastest placement of several"
-            if count == len(names)
-            else ("of the target's as many as it can be split over")
-        )
+        reason = "of the target's as many as it can be split over"
     chosen = devices[:count] if isinstance(devices, list) else names[:count]
     return Choice("draft.devices", chosen, reason)
 

@@ -30,7 +30,7 @@ class Traffic:
     """What is sent again and again in a round, and how long the round waits for it.
 
     Attributes:
-        what: of people's words.
+        what: for people.
         over: "network" or "host".
         times: how often in a round.
         nbytes: that each brings over the link.
@@ -74,9 +74,24 @@ class Group:
         return sum(self.hosts)
 
     @property
+    def is_far(self) -> bool:
+        """Whether it has ranks on several hosts."""
+        return len(self.hosts) > 1
+
+    @property
+    def over(self) -> str:
+        """What its tensors go over: "network" or "host"."""
+        return "network" if self.is_far else "host"
+
+    @property
+    def places(self) -> int:
+        """Where bytes come into: hosts, where there are several, else ranks."""
+        return len(self.hosts) if self.is_far else self.ranks
+
+    @property
     def outside(self) -> int:
         """Ranks from which tensors come to the leader: of other hosts, where there are any."""
-        return self.ranks - (self.hosts[0] if len(self.hosts) > 1 else 1)
+        return self.ranks - (self.hosts[0] if self.is_far else 1)
 
 
 def forward_traffic(group: Group, tokens: int, sampled: int, steps: int, speeds: LinkSpeeds) -> Iterator[Traffic]:
@@ -86,20 +101,20 @@ def forward_traffic(group: Group, tokens: int, sampled: int, steps: int, speeds:
     state = tokens * group.hidden * group.itemsize
     times = steps * group.sums
     nbytes, seconds = _sum(group, state, speeds)
-    yield Traffic(f"{group.role} all_reduce", _over(group), times, nbytes, times * seconds)
+    yield Traffic(f"{group.role} all_reduce", group.over, times, nbytes, times * seconds)
     if group.chosen:
         exchanges = [_exchange(group, state, chosen, speeds) for chosen in group.chosen]
         nbytes, total = round(sum(size for size, _ in exchanges) / len(exchanges)), sum(took for _, took in exchanges)
-        yield Traffic(f"{group.role} experts", _over(group), steps * len(exchanges), nbytes, steps * total)
+        yield Traffic(f"{group.role} experts", group.over, steps * len(exchanges), nbytes, steps * total)
     nbytes = group.outside * sampled * -(-group.vocab // group.ranks) * group.itemsize
-    yield Traffic(f"{group.role} logits", _over(group), steps, nbytes, steps * _collective(group, 1, nbytes, speeds))
+    yield Traffic(f"{group.role} logits", group.over, steps, nbytes, steps * _collective(group, 1, nbytes, speeds))
 
 
 def verdict_traffic(group: Group, rows: int, draft_len: int, speeds: LinkSpeeds) -> Iterator[Traffic]:
     """The target leader tells its other ranks what is kept."""
     if group.ranks > 1:
         nbytes = rows * (draft_len + 2) * 8
-        yield Traffic("verdict", _over(group), 1, nbytes, _collective(group, 1, nbytes, speeds))
+        yield Traffic("verdict", group.over, 1, nbytes, _collective(group, 1, nbytes, speeds))
 
 
 def handover_traffic(rows: int, draft_len: int, probs: int, link: LinkSpeed, over: str) -> Iterator[Traffic]:
@@ -131,13 +146,9 @@ def control_traffic(rows: int, draft_len: int, away: int, reports: bool, link: L
         yield Traffic("report", "network", 1, nbytes, link.seconds(1, nbytes))
 
 
-def total_seconds(traffic: Sequence[Traffic], over: str | None = None) -> float:
-    """Seconds of all of it, or of what goes over "network" or inside a "host"."""
-    return sum(item.seconds for item in traffic if over in (None, item.over))
-
-
-def _over(group: Group) -> str:
-    return "network" if len(group.hosts) > 1 else "host"
+def total_seconds(traffic: Sequence[Traffic]) -> float:
+    """Seconds of all of it."""
+    return sum(item.seconds for item in traffic)
 
 
 def _sum(group: Group, nbytes: int, speeds: LinkSpeeds) -> tuple[int, float]:
@@ -145,11 +156,9 @@ def _sum(group: Group, nbytes: int, speeds: LinkSpeeds) -> tuple[int, float]:
     slices travel; of a group of two on GPUs NCCL's own sum moves as much."""
     if nbytes <= GATHERED_BYTES:
         moved, steps = group.outside * nbytes, 1
-    elif len(group.hosts) > 1:
-        moved, steps = 2 * group.outside * nbytes // len(group.hosts), 2
     else:
-        moved, steps = 2 * group.outside * nbytes // group.ranks, 2
-    measured = speeds.network_sums if len(group.hosts) > 1 else speeds.local_sums
+        moved, steps = 2 * group.outside * nbytes // group.places, 2
+    measured = speeds.network_sums if group.is_far else speeds.local_sums
     if measured is not None:
         return moved, measured.seconds(1, nbytes)
     return moved, _collective(group, steps, moved, speeds)
@@ -158,15 +167,14 @@ def _sum(group: Group, nbytes: int, speeds: LinkSpeeds) -> tuple[int, float]:
 def _exchange(group: Group, state: int, chosen: int, speeds: LinkSpeeds) -> tuple[int, float]:
     """Bytes and seconds of one layer whose experts lie whole on ranks: what they made goes to the ranks that add up
     columns of it, and these are gathered."""
-    size, hosts = group.ranks, len(group.hosts)
-    made = state * chosen if group.on_gpus else state * chosen // size
-    parts = group.outside * made // (hosts if hosts > 1 else size)
-    columns = group.outside * state // size
+    made = state * chosen if group.on_gpus else state * chosen // group.ranks
+    parts = group.outside * made // group.places
+    columns = group.outside * state // group.ranks
     return parts + columns, _collective(group, 1, parts, speeds) + _collective(group, 1, columns, speeds)
 
 
 def _collective(group: Group, steps: int, nbytes: int, speeds: LinkSpeeds) -> float:
     """Seconds of one collective in which tensors go from everyone to everyone `steps` times, past each other host."""
-    link, hosts = (speeds.network, len(group.hosts)) if len(group.hosts) > 1 else (speeds.local, 2)
+    link, hosts = (speeds.network, len(group.hosts)) if group.is_far else (speeds.local, 2)
     by_itself = link.collective_s if group.on_gpus else 0.0
     return by_itself + link.seconds(steps * (hosts - 1), nbytes)

@@ -143,7 +143,7 @@ def test_the_loader_takes_each_file(
     file = tmp_path / "file.yaml"
     whole = with_models(values, tmp_path) if "target" in values else {**PAIR, **values}
     file.write_text(json.dumps(whole), encoding="utf-8")
-    load(file, [], None)
+    load(file, [])
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=name_of)

@@ -87,6 +87,7 @@ def test_what_is_set_is_not_chosen() -> None:
         (("asset:target", "--devices", "0,0"), "cuda:0 stands more than once"),
         (("asset:target", "--devces", "0"), "--devices"),
         (("asset:target", "--max-batch-size", "0"), "the command line: scheduler.max_batch_size"),
+        (("asset:target", "--print-config", "--set", "launch.pbs.quue=x"), r"launch\.pbs\.quue: unknown key"),
     ],
 )
 def test_refusals(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

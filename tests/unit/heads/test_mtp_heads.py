@@ -60,9 +60,9 @@ def test_drafts_are_what_the_layer_of_transformers_says(
     """Of greedy rows and sampled ones, more tokens than there are layers, behind prefixes that were there before."""
     target = write_family(tmp_path / "target", family, seed=1)
     head = MTPHead(target)
-    assert not has_own_heads(str(target))
+    assert not has_own_heads(target)
     head.write(target)
-    assert has_own_heads(str(target))
+    assert has_own_heads(target)
     seen, run = Proposals(monkeypatch, EagleDrafter), target
     if family == "qwen3_5_text":
         run = nested(target, tmp_path / "nested")

@@ -76,6 +76,8 @@ def test_the_largest_model_that_fits_and_a_draft_of_its_tokenizer(cache: Path, i
     assert "# In the cache; it has the target's tokenizer, and has " in text
     config, text = init("--model", "org/small@v1")  # nothing is half as large
     assert config.speculation.method == "ngram" and config.draft is None
+    named = (cache.parent / "made" / "org" / "large").rename(cache.parent / "FILES")  # a word of the help
+    assert init("--model", str(named))[0].target.model == named
     _, text = init("--model", "org/large", "--draft", "org/half", "--devices", "cpu:0,cpu:1")
     assert "model: org/half\n" in text and text.count("devices: ['cpu:0', 'cpu:1']") == 2
     with pytest.raises(CheckpointError, match=r"model\.layers\.14\."):

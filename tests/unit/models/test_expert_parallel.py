@@ -17,6 +17,7 @@ from quantized_checkpoints import FORMATS, edit_tensors, store_in_format
 from test_model_invariance import choose_kernels
 from test_model_logits import check_logits
 
+from launch.jobs.check.preflight import check_models
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.heads.heads import read_heads
@@ -95,8 +96,11 @@ def test_the_layer_that_drafts_is_cut_as_the_others(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_cut_by_experts_is_refused(tmp_path: Path) -> None:
+    spec = JobSpec(configuration(write_family(tmp_path / "glm4", "glm4"), None, expert_parallel=True))
     with pytest.raises(ConfigError, match=r"target\.expert_parallel: Glm4ForCausalLM has no experts: leave expert_par"):
-        _ = JobSpec(configuration(write_family(tmp_path / "glm4", "glm4"), None, expert_parallel=True)).target
+        _ = spec.target
+    with pytest.raises(CheckpointError, match=r"^target\.expert_parallel: Glm4"):  # its section is named once
+        check_models(spec)
     mixtral = write_family(tmp_path / "mixtral", "mixtral")
     config = JobSpec(configuration(mixtral, None, expert_parallel=True)).target
     with pytest.raises(CheckpointError, match="5 experts cannot be shared out over 8 ranks: use 5 devices at most"):

@@ -212,7 +212,7 @@ def _measure(given: Mapping[str, Any]) -> int:
     """Settle the configuration, and play this process's part in the job."""
     settled = _settle(given)
     chosen = [word for change in settled.chosen for word in ("--set", change)]
-    job = Job(load(settled.path, settled.overrides, None), [*sys.argv[1:], *chosen], module=MODULE, nests=True)
+    job = Job(load(settled.path, settled.overrides), [*sys.argv[1:], *chosen], module=MODULE, nests=True)
     options = Options(
         *(given["model"], given["dataset"], given["num_requests"], given["warmup"]),
         *(Demand(given["concurrency"], given.get("request_rate", -1.0)), _read_sampling(given), given["streaming"]),
