@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.gpu_bench.head_parts import play_eagle3_apart, play_heads, play_heads_beside_vllm
+from scripts.bench.gpu_bench.kernel_parts import (
+    PROFILED_PAIRS,
+    play_expert_layers,
+    play_expert_tiles,
+    play_round_kernels,
+)
 from scripts.bench.gpu_bench.kinds_parts import play_adapters, play_budgets, play_guided
 from scripts.bench.gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
 from scripts.bench.gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
 from scripts.bench.gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
-from scripts.bench.gpu_bench.quantized_parts import play_expert_layers, play_quantized, play_quantized_kv
+from scripts.bench.gpu_bench.quantized_parts import play_quantized, play_quantized_kv
 from scripts.bench.gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
 from scripts.bench.gpu_bench.start_parts import PROCESSES, play_engines, play_starts, play_useless_draft
 from scripts.bench.gpu_bench.tables import name_workload
@@ -93,6 +99,11 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("experts", about, 120, play_experts)
     about = "layers of experts by what they are held in: Qwen3-30B-A3B's and gpt-oss-120b's shapes"
     yield Part("expert-layers", about, 100, play_expert_layers, options.kind == "cuda")
+    about = "the same in bfloat16, with other tiles than those that are used"
+    yield Part("expert-tiles", about, 240, play_expert_tiles, False)
+    for pair in PROFILED_PAIRS:
+        about = f"{pair}-shaped pair, what each kernel of a round takes"
+        yield Part(f"kernels:{pair}", about, 80, partial(play_round_kernels, pair=pair), False)
     for pair in FAMILY_PAIRS:
         yield Part(pair, f"{pair}-shaped pair, plain and speculative", 90, partial(play_family, pair=pair), False)
     yield Part("27b-mtp", "27b-states-shaped target with an MTP layer, plain and speculative", 70, play_mtp, False)

@@ -12,7 +12,6 @@ from scripts.bench.gpu_bench.placements import Placement
 from scripts.bench.gpu_bench.workbench import Workbench
 from scripts.harness.children import run
 
-EXPERT_LAYERS = Path(__file__).resolve().parent / "expert_layers.py"
 LONG_ROWS = Path(__file__).resolve().parent / "long_rows.py"
 WORKLOADS = {"cuda": ("32x8000", "1x8000"), "cpu": ("2x96", "1x96")}
 
@@ -47,15 +46,6 @@ def play_quantized(bench: Workbench, placement: Placement) -> None:
             first = plain["time_to_first_token_ms"]
             step, ratio = plain["time_per_output_token_ms"], rate / base[entry["rows"]]
             large.add(weights, entry["rows"], rate, step, ratio, first)
-
-
-def play_expert_layers(bench: Workbench) -> None:
-    """Microseconds a layer of experts, by what they are held in and by rows; on GPUs alone."""
-    report = run([sys.executable, EXPERT_LAYERS], bench.folder, bench.deadline).succeed().last_json()
-    bench.keep({"report": report})
-    table = bench.table("Layers of experts", "shape", "held in", "rows", "µs a layer", "TB/s")
-    for entry in report["results"]:
-        table.add(entry["shape"], entry["form"], entry["rows"], entry["us"], entry["TB/s"])
 
 
 def play_quantized_kv(bench: Workbench, placement: Placement) -> None:

@@ -320,10 +320,12 @@ def test_a_part_of_every_kind_on_two_devices(bench: Run, tmp_path: Path) -> None
 
 @pytest.mark.timeout(900)
 def test_parts_of_one_device(bench: Run) -> None:
-    parts = "8b,8b-long,8b-sampled,1b,70b,quantized,engine,quantized-kv"
+    parts = "8b,8b-long,8b-sampled,1b,70b,quantized,engine,quantized-kv,kernels:8b"
     done = bench(*GPUS[1], "--parts", parts, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states_of(done) == dict.fromkeys(parts.split(","), "done")
+    kernels = rows_of(done.stdout, r"8b-shaped pair, speculative, rows: 1; .*")
+    assert sum(float(row["µs a round"]) for row in kernels) > 0 and len(kernels) > 10
 
 
 def test_the_example_of_another_runtime_runs_as_a_part(

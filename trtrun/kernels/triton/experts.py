@@ -28,18 +28,22 @@ from trtrun.kernels.triton.fused import GATES, gated
 _NO_ROW = tl.constexpr(-1)
 
 
-class _Tile(NamedTuple):
-    """What a program computes at a time: ROWS of x by FEATURES of an expert, INPUTS of them in a step."""
+class Tile(NamedTuple):
+    """What a program computes at a time: so many features of an expert, of a tile of rows; `inputs` in a step."""
 
-    rows: int
     features: int
     inputs: int
     num_warps: int
     num_stages: int
 
 
-_NARROW, _WIDE, _LARGE = _Tile(16, 32, 256, 4, 3), _Tile(64, 64, 64, 4, 4), _Tile(128, 128, 64, 8, 3)
-"""For few rows an expert, which memory bounds, for more, and for prompts."""
+TILES = {
+    16: (Tile(32, 256, 4, 3), Tile(32, 256, 4, 3)),
+    64: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
+    128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+}
+"""By the rows of a tile, of gates and of the product behind them: for few rows an expert, which memory bounds, for
+more, and for prompts. Bits are the same with any."""
 
 
 @triton.jit
@@ -238,13 +242,10 @@ def _add_kernel(made, shares, output, size, CHOSEN: tl.constexpr, BLOCK: tl.cons
     tl.store(output + token * size + element, total.to(output.dtype.element_ty), mask=inside)
 
 
-_TILES = {tile.rows: tile for tile in (_NARROW, _WIDE, _LARGE)}
-
-
 def tile_rows(num_pairs: int, num_experts: int) -> int:
     """Rows of a tile for so many pairs."""
     rows = num_pairs // num_experts
-    return (_NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE).rows
+    return 16 if rows < 16 else 64 if rows < 96 else 128
 
 
 class PlainProduct:
@@ -268,10 +269,10 @@ class PlainProduct:
         """x [rows, inputs], of which each has so many pairs → [pairs, features]."""
         assert isinstance(x, torch.Tensor)
         _, features, inputs = self._weight.shape
-        tile, made = _TILES[tiles.rows], x.new_empty((num_pairs, features))
+        tile, made = TILES[tiles.rows][1], x.new_empty((num_pairs, features))
         _product_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
             x, self._weight, x if self._bias is None else self._bias, made, *tiles, features, inputs,
-            CHOSEN=each, ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs,
+            CHOSEN=each, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=inputs % tile.inputs == 0, HAS_BIAS=self._bias is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
@@ -320,12 +321,12 @@ class TritonExperts(AddingExperts):
         if not tokens:
             return x.new_empty((tokens, num_chosen, hidden))
         num_experts, features, num_pairs = len(self._gate_up), self._gate_up.shape[1] // 2, choice.experts.numel()
-        tile = _TILES[tile_rows(num_pairs, num_experts * self.num_holders)]
-        tiles = lay_out(choice.experts, num_experts, tile.rows)
+        tiles = lay_out(choice.experts, num_experts, tile_rows(num_pairs, num_experts * self.num_holders))
+        tile = TILES[tiles.rows][0]
         gates = x.new_empty((num_pairs, features))
         _gate_up_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
             x, self._gate_up, x if self._bias is None else self._bias, gates, *tiles, features, hidden,
-            CHOSEN=num_chosen, ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs,
+            CHOSEN=num_chosen, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=hidden % tile.inputs == 0, HAS_BIAS=self._bias is not None, GATE=self._gate, LIMIT=self._limit,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
