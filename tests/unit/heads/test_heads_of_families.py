@@ -22,6 +22,8 @@ from trtrun.speculation.drafters.eagle import EagleDrafter
 
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 20, 33)]
 FAMILIES = ("gemma3_text", "qwen3_moe")
+OTHERS = ("gpt_oss", "qwen3_5_text", "gemma4_text", "deepseek_v3", "glm4_moe")
+"""Of which heads are published, too: sinks, states, two sizes of heads, latents, a router with a bias."""
 
 
 def propose(target: Path, heads: Path, speculation: dict[str, Any], patch: pytest.MonkeyPatch) -> Proposals:
@@ -36,7 +38,7 @@ def propose(target: Path, heads: Path, speculation: dict[str, Any], patch: pytes
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("targets")
     depth: dict[str, Any] = {"num_hidden_layers": 7, "layer_types": None}
-    return {family: write_family(folder / family, family, seed=1, **depth) for family in FAMILIES}
+    return {family: write_family(folder / family, family, seed=1, **depth) for family in (*FAMILIES, *OTHERS)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,3 +91,16 @@ def test_dflash_reads_the_embedding_as_the_target_does(
     head = replace(make_dflash(targets[family]), embedding=embedded)
     path = write_dflash(tmp_path, head, "dflash", targets[family])
     assert check_dflash(propose(targets[family], path, dflash(draft_len=3), monkeypatch), targets[family], head) > 10
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_chains_of_published_heads(
+    tmp_path: Path, targets: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets[family]
+    head, flash = make_head(target, num_tokens=120), make_dflash(target)
+    path = write_head(tmp_path / "eagle3", head, "specforge", target)
+    assert check_proposals(propose(target, path, eagle3(draft_len=3), monkeypatch), target, head) > 10
+    if family != "gemma4_text":  # whose factor of the embedding is Gemma 3's, above
+        path = write_dflash(tmp_path / "dflash", flash, "dflash", target)
+        assert check_dflash(propose(target, path, dflash(draft_len=3), monkeypatch), target, flash) > 10
