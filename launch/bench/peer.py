@@ -57,6 +57,7 @@ class PeerProgram:
         speculative: what it calls drafting.
         is_apart: whether each mode is a process of its own, as it loads the draft or does not.
         decided: of the fields that --peer-options may name, those that the job decides; None where it takes none.
+        makes_weights: whether it makes weights up itself, where the job does for all of its models.
         methods: what it calls methods of drafting, by their names here; with others it is not compared.
     """
 
@@ -64,6 +65,7 @@ class PeerProgram:
     speculative: str
     is_apart: bool
     decided: frozenset[str] | None = None
+    makes_weights: bool = False
     methods: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -76,7 +78,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         PeerProgram("transformers", "assisted", is_apart=False, methods={"draft_target": "assisted"}),
-        PeerProgram("vllm", "speculative", is_apart=True, decided=_DECIDED, methods=_METHODS_OF_VLLM),
+        PeerProgram("vllm", "speculative", True, decided=_DECIDED, makes_weights=True, methods=_METHODS_OF_VLLM),
     )
 }
 
@@ -123,7 +125,13 @@ def check_peer(job: Job, options: BenchOptions) -> None:
             "leave these out, so that both draft alike"
         )
     sections = [section for section in (config.target, config.draft) if section is not None]
-    if any(section.load_format == "dummy" for section in sections):
+    makes_up = {section.load_format == "dummy" for section in sections} | ({False} if config.heads else set())
+    if makes_up == {True, False}:
+        raise ConfigError(
+            f"--peer {options.peer} reads the weights of all models or makes all of them up: set load_format: dummy "
+            "for all or none, and speculation.method to none for heads"
+        )
+    if True in makes_up and not program.makes_weights:
         raise ConfigError(f"--peer {options.peer} reads the models' weights, and load_format is dummy: leave one out")
     engine = next((section.model for section in sections if is_engine(section.model)), None)
     if engine is not None:
@@ -195,6 +203,7 @@ def _task(
         "target": str(config.target.model),
         "draft": str(drafting.model) if drafting is not None and method is not None else None,
         "method": method,
+        "load_format": config.target.load_format,
         "in_parallel": job.spec.models.mask_token is not None,
         "dtype": resolve_dtype_name(config.target, target),
         "device": "cuda" if "cuda:" in config.target.devices[0] else "cpu",

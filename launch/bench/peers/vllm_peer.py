@@ -50,6 +50,9 @@ WARM_UPS = 3
 """Runs of each workload before those that are timed. Behind one alone speculative runs still got faster from one to the
 next: 199, 220 and 361 tokens/s on an H200, with probabilistic drafts."""
 
+WITHOUT_FLASHINFER = {"additional_config": {"gdn_prefill_backend": "triton"}}
+"""Arguments of `LLM`, where that package is not installed: gated delta nets would use it for prompts."""
+
 LEAST_BATCHED_TOKENS = 8192
 """Of one step: vLLM's own default on large GPUs."""
 
@@ -96,6 +99,8 @@ def engine_arguments(task: Mapping[str, Any], mode: str) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": False,  # they count what was accepted
         "tensor_parallel_size": task["tensor_parallel_size"],
+        "load_format": task["load_format"],
+        **(WITHOUT_FLASHINFER if importlib.util.find_spec("flashinfer") is None else {}),
     }
     if task["device"] == "cuda":
         arguments["gpu_memory_utilization"] = memory_share(int(task["tensor_parallel_size"]))

@@ -119,6 +119,28 @@ _STATES_AND_EXPERTS = _STATES | {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "rms_norm_eps": 1e-6,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+"""What vLLM 0.26 knows of these. It has no attention heads of 256: there are twice as many of 128, the same bytes. Its
+dense ones have a layer of few experts at the end."""
+_NEXT_DENSE = _NEXT | {"linear_num_value_heads": 48, "num_experts": 8, "mlp_only_layers": [*range(63)]}
 _GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -176,6 +198,8 @@ SHAPES = {
     ),
     "35b-a3b": Shape(2048, 512, 40, 16, 2, 248320, head_size=256, says=_STATES_AND_EXPERTS),
     "35b-a3b-draft": Shape(2048, 512, 4, 16, 2, 248320, head_size=256, says=_STATES_AND_EXPERTS),
+    "27b-next": Shape(5120, 17408, 64, 48, 8, 248320, head_size=128, says=_NEXT_DENSE),
+    "35b-next": Shape(2048, 512, 40, 32, 4, 248320, head_size=128, says=_NEXT),
     "gpt-oss-120b": Shape(2880, 2880, 36, 64, 8, 201088, head_size=64, says=_GPT_OSS),
     "gpt-oss-120b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=_GPT_OSS),
     "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, 201088, head_size=64, says=_GPT_OSS | {"num_local_experts": 32}),
@@ -201,6 +225,8 @@ PAIRS = {
     "27b-states": Pair("27b-states", "27b-states-draft", 3),
     "27b-states-long": Pair("27b-states-long", "27b-states-draft", 3),
     "35b-a3b": Pair("35b-a3b", "35b-a3b-draft", 3),
+    "27b-next": Pair("27b-next", "27b-states-draft", 3),
+    "35b-next": Pair("35b-next", "35b-a3b-draft", 3),
     "v2-lite": Pair("v2-lite", "v2-lite-draft", 5),
     "gpt-oss-120b": Pair("gpt-oss-120b", "gpt-oss-120b-draft", 5),
     "gpt-oss-20b": Pair("gpt-oss-20b", "gpt-oss-20b-draft", 5),

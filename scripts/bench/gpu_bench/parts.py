@@ -22,7 +22,7 @@ from scripts.bench.gpu_bench.kernel_parts import (
     play_round_kernels,
 )
 from scripts.bench.gpu_bench.kinds_parts import play_adapters, play_budgets, play_guided
-from scripts.bench.gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
+from scripts.bench.gpu_bench.peer_parts import PEER_SHAPES, TEMPERATURE, TOP_P, play_first_tokens, play_shape, play_vllm
 from scripts.bench.gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
 from scripts.bench.gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
 from scripts.bench.gpu_bench.quantized_parts import play_quantized, play_quantized_kv
@@ -122,6 +122,9 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("vllm-heads", about, 400, partial(play_heads_beside_vllm, placement=ONE), has_vllm)
     about = "first tokens of long prompts beside vLLM"
     yield Part("vllm-first", about, 150, play_first_tokens, has_vllm)
+    for pair in PEER_SHAPES:
+        play = partial(play_shape, pair=pair)
+        yield Part(f"vllm:{pair}", f"{pair}-shaped target beside vLLM, made-up weights, plain", 300, play, False)
     yield Part("vllm", "8B-shaped pair beside vLLM", 330, partial(play_vllm, placement=ONE), has_vllm)
 
 

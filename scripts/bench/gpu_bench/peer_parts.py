@@ -1,4 +1,5 @@
-"""The 8B-shaped pair beside vLLM: the same weights and prompts on the same GPUs, one after the other.
+"""Beside vLLM: the same weights and prompts on the same GPUs, one after the other. Of shapes that are too large to
+write both make weights up.
 
 It knows `trtrun bench --peer`'s JSON. It does not know when it runs.
 """
@@ -14,6 +15,12 @@ from scripts.bench.gpu_bench.workbench import Workbench
 from scripts.harness.children import ChildError
 
 TEMPERATURE, TOP_P = 0.8, 0.95
+COLUMNS = (
+    "rows", "mode", "tokens/s", "vLLM", "ratio", "first token ms", "vLLM first token ms", "acceptance",
+    "vLLM acceptance", "round ms", "vLLM round ms",
+)  # fmt: skip
+PEER_SHAPES = ("30b-a3b", "gpt-oss-120b", "27b-next", "35b-next")
+"""Of mixtures and of layers that keep states, as vLLM 0.26 reads them."""
 VLLM_SAMPLED = {"draft_sample_method": "probabilistic"}
 
 
@@ -30,11 +37,7 @@ def play_vllm(bench: Workbench, placement: Placement) -> None:
         sampled = [f"{number}@{TEMPERATURE}" for number in scale.rows]
     config = bench.config("8b", placement, files=True, most_rows=most)
     peer = ("--peer", "vllm", "--peer-python", options.vllm_python, "--top-p", TOP_P)
-    columns = (
-        "rows", "mode", "tokens/s", "vLLM", "ratio", "first token ms", "vLLM first token ms", "acceptance",
-        "vLLM acceptance", "round ms", "vLLM round ms",
-    )  # fmt: skip
-    table = bench.table(f"8B-shaped pair beside vLLM: {placement.about}", *columns)
+    table = bench.table(f"8B-shaped pair beside vLLM: {placement.about}", *COLUMNS)
     try:
         bench.bench(config, rows, *peer)
         if sampled:  # at its better setting; its default drafts greedily, and accepts less
@@ -44,6 +47,22 @@ def play_vllm(bench: Workbench, placement: Placement) -> None:
             for entry in report["results"]:
                 for mode in ("plain", "speculative"):
                     _add_peer_row(table, entry, mode)
+
+
+def play_shape(bench: Workbench, pair: str) -> None:
+    """A target alone with made-up weights, plain, beside vLLM with its own."""
+    if bench.options.vllm_python is None:
+        raise ChildError("name the interpreter that has vLLM with --vllm-python")
+    scale, peer = bench.options.scale, ("--peer", "vllm", "--peer-python", bench.options.vllm_python)
+    rows = [*scale.rows, *([scale.most_rows] if pair == "30b-a3b" else [])]
+    config = bench.config(pair, ONE, drafts=False, most_rows=max(rows))
+    table = bench.table(f"{pair}-shaped target beside vLLM, made-up weights", *COLUMNS)
+    try:
+        bench.bench(config, [*rows, scale.long_prompts[-1]], *peer)
+    finally:
+        for report in bench.reports:
+            for entry in report["results"]:
+                _add_peer_row(table, entry, "plain")
 
 
 def play_first_tokens(bench: Workbench) -> None:

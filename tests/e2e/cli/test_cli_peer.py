@@ -18,6 +18,7 @@ from engines import build_engine
 
 FAKE = Path(__file__).parent / "fake_vllm"
 MEDUSA = Path(__file__).parents[3] / "launch" / "configs" / "medusa_cpu.yaml"
+DUMMY = ("--set", "target.load_format=dummy", "--set", "draft.load_format=dummy")
 SHORT = ("--repeats", 1, "--max-tokens", 4, "--prompt-tokens", 6)
 
 
@@ -80,6 +81,13 @@ def test_vllm_gets_heads_that_draft_here(trtrun: Run, tmp_path: Path) -> None:
     assert found["method"] == "medusa" and Path(found["model"]).name == "medusa"
 
 
+def test_vllm_makes_weights_up_where_the_job_does(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    peer = ("--peer", "vllm", "--peer-python", peer_python(tmp_path))
+    done = trtrun("bench", "--config", config(ONE_PROCESS), "--rows", "1", *SHORT, *peer, *DUMMY)
+    assert done.returncode == 0, done.stderr
+    assert {read_calls(tmp_path, mode)[0]["load_format"] for mode in ("plain", "speculative")} == {"dummy"}
+
+
 def test_a_vllm_that_fails_costs_none_of_our_figures(config: Configs, trtrun: Run, tmp_path: Path) -> None:
     words = ("bench", "--config", config(ONE_PROCESS), "--rows", "1", *SHORT, "--peer", "vllm", "--json")
     done = trtrun(*words, "--peer-python", peer_python(tmp_path, "raise"))
@@ -115,7 +123,8 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
         ("--peer", "vllm", "--peer-options", '{"a": 1, "a": 2}'): 'the key "a" stands twice',
         ("--peer", "vllm", "--peer-options", '{"a": 1}', "--speculation", "none"): "speculation.method is none",
         ("--peer", "vllm", "--speculation", "suffix"): "is not started with speculation.method suffix: choose draft_",
-        ("--peer", "vllm", "--set", "target.load_format=dummy"): "reads the models' weights, and load_format is dummy",
+        ("--peer", "vllm", "--set", "target.load_format=dummy"): "set load_format: dummy for all or none",
+        ("--peer", "transformers", *DUMMY): "reads the models' weights, and load_format is dummy",
     }
     of_heads = ("bench", "--config", MEDUSA, "--set", "speculation.medusa_choices=mc_sim_7b_63")
     told = [(words, *case) for case in cases.items()]
