@@ -81,6 +81,7 @@ setup(
             "pytest>=8",
             "pytest-mpi>=0.6",
             "pytest-timeout>=2.3",
+            "tiktoken>=0.9,<1",
             "pytest-xdist>=3.6",
             *TRAIN,
             *SENTENCEPIECE,

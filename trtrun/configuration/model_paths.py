@@ -22,6 +22,7 @@ _FILES = (
     "medusa_lm_head.safetensors",
     "tokenizer.json",
     "tokenizer.model",
+    "tiktoken.model",
     "tokenizer_config.json",
 )
 """Any of which tells where the snapshot of a model, of heads or of a tokenizer is."""

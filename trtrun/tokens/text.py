@@ -1,7 +1,8 @@
-"""Between text and token ids: a checkpoint's tokenizer.json, or its tokenizer.model (SentencePiece).
+"""Between text and token ids: a checkpoint's tokenizer.json, its tokenizer.model (SentencePiece) or tiktoken.model.
 
 It knows the `tokenizers` library. Where no tokenizer.json lies beside a tokenizer.model, transformers converts it, in
-memory alone; it is imported for that alone, because it takes seconds to load. Text that grows token by token is in
+memory alone; it is imported for that alone, because it takes seconds to load. A tiktoken.model is read by
+tiktoken_file.py. Text that grows token by token is in
 `detokenizer`.
 """
 
@@ -20,6 +21,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from trtrun.errors import CheckpointError, RustLibrary, one_line
+from trtrun.tokens import tiktoken_file
 from trtrun.tokens.decoders.chain import Decoding, decoder_kinds, read_chain
 from trtrun.tokens.token_bytes import TokenBytes, read_token_bytes
 
@@ -71,7 +73,8 @@ _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "S
 
 _LIBRARY = RustLibrary("tokenizers")
 
-_SENTENCEPIECE_FILE = "tokenizer.model"
+_READERS = {FILE: read_sentencepiece, tiktoken_file.FILE: tiktoken_file.read_tiktoken}
+"""Files that are converted, where there is no tokenizer.json."""
 _SLOW_FILES = ("vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
@@ -238,7 +241,7 @@ def _keeps_all(kind: Mapping[str, Any]) -> bool:
 
 def hash_tokenizer_files(directory: Path) -> str:
     """Tells the tokenizer of a model directory from others, one that cannot be read from all."""
-    for name in (_FILE, _SENTENCEPIECE_FILE):
+    for name in (_FILE, *_READERS):
         try:
             return hashlib.sha256((directory / name).read_bytes()).hexdigest()
         except OSError:
@@ -254,8 +257,9 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     """
     file = path / _FILE
     if not file.is_file():
-        if (path / _SENTENCEPIECE_FILE).is_file():
-            return Tokenizer(_convert(path, hash_tokenizer_files(path)), path)
+        for name in _READERS:
+            if (path / name).is_file():
+                return Tokenizer(_convert(path, name, hash_tokenizer_files(path)), path)
         slow = next((name for name in _SLOW_FILES if (path / name).is_file()), None)
         if slow is None:
             return None
@@ -271,9 +275,9 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 
 
 @lru_cache(maxsize=2)
-def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
+def _convert(path: Path, name: str, content: str) -> tokenizers.Tokenizer:
     """Convert a file, once for its content: it takes seconds."""
-    return read_sentencepiece(path)
+    return _READERS[name](path)
 
 
 @lru_cache(maxsize=2)

@@ -25,6 +25,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_SPELLINGS = {byte: character for character, byte in _ALPHABET.items()}
 
 
 class JoinedBytes(Step):
@@ -66,6 +67,11 @@ class JoinedBytes(Step):
     @override
     def is_neutral(self) -> bool:
         return not self._kept
+
+
+def spell_bytes(data: bytes) -> str:
+    """What byte-level vocabularies write for bytes."""
+    return data.decode("latin-1").translate(_SPELLINGS)
 
 
 def spelled_bytes(element: str) -> bytes:
