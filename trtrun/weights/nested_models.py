@@ -14,13 +14,14 @@ from trtrun.registry import MODEL_FAMILIES
 
 _PREFIXES = {
     "language_model.model.": "model.",
+    "language_model.layers.": "model.layers.",
     "model.language_model.": "model.",
     "language_model.lm_head": "lm_head",
     "lm_head": "lm_head",
     "mtp.": "mtp.",
 }
-"""In front of the text model's tensors, as transformers 4 and 5 have them in memory and in files → as they are called
-in a text model."""
+"""In front of the text model's tensors, as transformers 4 and 5 have them in memory and in files, and early NVFP4
+checkpoints of Kimi-K2.5 in part → as they are called in a text model."""
 
 _OF_ALL = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "quantization_config")
 """Keys that count for all models where they stand outside of `text_config`, too."""

@@ -144,6 +144,26 @@ def test_a_quantized_text_model_of_another_family(
     assert torch.equal(*(PagedModel(path).forward([[(0, 0, tokens)]]) for path in (flat, nested)))
 
 
+@pytest.mark.parametrize(("kind", "layers"), [("kimi_k2", "language_model.model."), ("deepseek_v3", "language_model.")])
+def test_the_text_model_of_kimi_k2_5(tmp_path: Path, kind: str, layers: str) -> None:
+    """Whose layers have a shorter prefix in early NVFP4 checkpoints."""
+    flat, nested = write_family(tmp_path / "flat", "deepseek_v3"), tmp_path / "nested"
+    nested.mkdir()
+    tensors = load_file(flat / "model.safetensors")
+    renamed = {
+        f"language_model.{name}".replace("language_model.model.layers", f"{layers}layers"): tensors[name]
+        for name in tensors
+    }
+    save_file(
+        {**renamed, "mm_projector.proj.0.weight": torch.zeros(2, 2)}, nested / "model.safetensors", {"format": "pt"}
+    )
+    text = {**json.loads((flat / "config.json").read_text("utf-8")), "model_type": kind}
+    values = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    (nested / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    tokens = prompt_of(20)
+    assert torch.equal(*(PagedModel(path).forward([[(0, 0, tokens)]]) for path in (flat, nested)))
+
+
 def with_long_names(said: Any, prefix: str) -> Any:
     """What a configuration says, with modules by the names that they have beside other models."""
     text = json.dumps(said).replace('"model.', f'"{prefix}').replace('"lm_head"', '"language_model.lm_head"')

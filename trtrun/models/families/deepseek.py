@@ -224,6 +224,9 @@ DEEPSEEK_V3 = MODEL_FAMILIES.register("DeepseekV3ForCausalLM")(
         head_dim_key="qk_rope_head_dim",
     )
 )
+MODEL_FAMILIES.register("KimiK25ForConditionalGeneration")(
+    replace(DEEPSEEK_V3, text_models=dict.fromkeys(("kimi_k2", "deepseek_v3"), "DeepseekV3ForCausalLM"))
+)
 GLM4_MOE_LITE = MODEL_FAMILIES.register("Glm4MoeLiteForCausalLM")(
     replace(
         DEEPSEEK_V3,
