@@ -191,6 +191,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "mistral": {"head_dim": 24, "sliding_window": None},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9},
     "qwen2_moe": {
         "num_experts": 7,

@@ -189,7 +189,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"detokenizer", "corpus", "translation"}),
         frozenset({"respelling"}),
         frozenset({"text"}),
-        frozenset({"token_bytes", "tiktoken_file"}),
+        frozenset({"token_bytes", "byte_pair_files"}),
         frozenset({"decoders"}),
     ),
     "trtrun.chats": (

@@ -29,6 +29,7 @@ from trtrun.chats.messages import (
     with_turns_joined,
 )
 from trtrun.errors import CheckpointError, InvalidRequestError, one_line, shorten, wrap_errors
+from trtrun.tokens.byte_pair_files import TEKKEN
 from trtrun.weights.checkpoint import read_json
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -255,6 +256,7 @@ def _refuse(message: object) -> NoReturn:
 
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OF_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _MOST_BYTES = 1 << 20
 
 
@@ -283,7 +285,7 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
         wrong = for_tools if isinstance(source, str) else source
         raise CheckpointError(f"{path}: chat_template must be a text, not {shorten(wrong)}")
     try:
-        return ChatTemplate(source, _special_tokens(config), for_tools)
+        return ChatTemplate(source, _special_tokens(config or _default_config(path)), for_tools)
     except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # Python's: of what Jinja makes of it
         raise CheckpointError(f"{path}: its chat template is no Jinja template: {one_line(error)}") from None
 
@@ -296,6 +298,11 @@ def _read_source(file: Path) -> str | None:
         if file.stat().st_size > _MOST_BYTES:
             raise CheckpointError(f"{file} is larger than {_MOST_BYTES} bytes: it is no chat template")
         return file.read_text(encoding="utf-8")
+
+
+def _default_config(path: Path) -> Mapping[str, Any]:
+    """What stands for tokenizer_config.json where there is none: all of Mistral's vocabularies have these."""
+    return _OF_TEKKEN if (path / TEKKEN).is_file() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -23,6 +23,7 @@ _FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tiktoken.model",
+    "tekken.json",
     "tokenizer_config.json",
 )
 """Any of which tells where the snapshot of a model, of heads or of a tokenizer is."""

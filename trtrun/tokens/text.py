@@ -1,9 +1,8 @@
-"""Between text and token ids: a checkpoint's tokenizer.json, its tokenizer.model (SentencePiece) or tiktoken.model.
+"""Between text and token ids: a checkpoint's tokenizer.json, its tokenizer.model (SentencePiece), or lists of tokens.
 
 It knows the `tokenizers` library. Where no tokenizer.json lies beside a tokenizer.model, transformers converts it, in
-memory alone; it is imported for that alone, because it takes seconds to load. A tiktoken.model is read by
-tiktoken_file.py. Text that grows token by token is in
-`detokenizer`.
+memory alone; it is imported for that alone, because it takes seconds to load. Lists are read by byte_pair_files.py.
+Text that grows token by token is in `detokenizer`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from trtrun.errors import CheckpointError, RustLibrary, one_line
-from trtrun.tokens import tiktoken_file
+from trtrun.tokens.byte_pair_files import TEKKEN, TIKTOKEN, read_tekken, read_tiktoken
 from trtrun.tokens.decoders.chain import Decoding, decoder_kinds, read_chain
 from trtrun.tokens.token_bytes import TokenBytes, read_token_bytes
 
@@ -73,9 +72,9 @@ _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "S
 
 _LIBRARY = RustLibrary("tokenizers")
 
-_READERS = {FILE: read_sentencepiece, tiktoken_file.FILE: tiktoken_file.read_tiktoken}
+_READERS = {FILE: read_sentencepiece, TEKKEN: read_tekken, TIKTOKEN: read_tiktoken}
 """Files that are converted, where there is no tokenizer.json."""
-_SLOW_FILES = ("vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+_SLOW_FILES = ("vocab.json", "vocab.txt", "spiece.model")
 
 
 _BEFORE, _BEHIND = ("", "a", ".", " ", "\n", "\n\n"), ("", "a", ".", " ", "\n", "\n\n", '"')

@@ -14,7 +14,7 @@ from trtrun.files import put_in_place
 BESIDE = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "LICENSE*", "NOTICE*"),
-    *("tiktoken.model", "tokenization_*.py"),
+    *("tiktoken.model", "tokenization_*.py", "tekken.json"),
 )
 """What runtimes read beside weights and config.json, and terms of use."""
 

@@ -144,21 +144,25 @@ def test_a_quantized_text_model_of_another_family(
     assert torch.equal(*(PagedModel(path).forward([[(0, 0, tokens)]]) for path in (flat, nested)))
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("kimi_k2", "language_model.model."), ("deepseek_v3", "language_model.")])
-def test_the_text_model_of_kimi_k2_5(tmp_path: Path, kind: str, layers: str) -> None:
-    """Whose layers have a shorter prefix in early NVFP4 checkpoints."""
-    flat, nested = write_family(tmp_path / "flat", "deepseek_v3"), tmp_path / "nested"
+@pytest.mark.parametrize(
+    ("family", "architecture", "kind", "layers"),
+    [
+        ("deepseek_v3", "KimiK25ForConditionalGeneration", "kimi_k2", "language_model.model."),
+        ("deepseek_v3", "KimiK25ForConditionalGeneration", "deepseek_v3", "language_model."),
+        ("mistral", "Mistral3ForConditionalGeneration", "mistral", "language_model.model."),
+    ],
+)
+def test_text_models_beside_others(tmp_path: Path, family: str, architecture: str, kind: str, layers: str) -> None:
+    """The layers of Kimi-K2.5 have a shorter prefix in early NVFP4 checkpoints."""
+    flat, nested = write_family(tmp_path / "flat", family), tmp_path / "nested"
     nested.mkdir()
-    tensors = load_file(flat / "model.safetensors")
-    renamed = {
-        f"language_model.{name}".replace("language_model.model.layers", f"{layers}layers"): tensors[name]
-        for name in tensors
-    }
-    save_file(
-        {**renamed, "mm_projector.proj.0.weight": torch.zeros(2, 2)}, nested / "model.safetensors", {"format": "pt"}
-    )
+    renamed = {"vision_tower.weight": torch.zeros(2, 2)}
+    for name, tensor in load_file(flat / "model.safetensors").items():
+        own = f"{layers}{name.removeprefix('model.')}" if name.startswith("model.layers") else f"language_model.{name}"
+        renamed[own] = tensor
+    save_file(renamed, nested / "model.safetensors", {"format": "pt"})
     text = {**json.loads((flat / "config.json").read_text("utf-8")), "model_type": kind}
-    values = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    values = {"architectures": [architecture], "text_config": text}
     (nested / "config.json").write_text(json.dumps(values), encoding="utf-8")
     tokens = prompt_of(20)
     assert torch.equal(*(PagedModel(path).forward([[(0, 0, tokens)]]) for path in (flat, nested)))

@@ -70,8 +70,8 @@ def test_encode_decode_as_transformers(tmp_path: Path) -> None:
 
 def test_directories_without_a_usable_tokenizer(tmp_path: Path) -> None:
     assert read_tokenizer(tmp_path) is None
-    (tmp_path / "tekken.json").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"has tekken\.json but no tokenizer\.json"):
+    (tmp_path / "vocab.json").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"has vocab\.json but no tokenizer\.json"):
         read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is no tokenizer that can be read \(") as caught:

@@ -7,6 +7,7 @@ A family of another kind is a file of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,9 @@ MISTRAL = MODEL_FAMILIES.register("MistralForCausalLM")(
         plan_layers=_plan_mistral,
         model_type="mistral",
     )
+)
+MODEL_FAMILIES.register("Mistral3ForConditionalGeneration")(
+    replace(MISTRAL, text_models={"mistral": "MistralForCausalLM"})
 )
 
 

@@ -1,4 +1,4 @@
-"""A tiktoken.model without a tokenizer.json, as Kimi-K2 has it: token ids are tiktoken's own."""
+"""Kimi-K2's tiktoken.model and Mistral's tekken.json, without a tokenizer.json: token ids are tiktoken's own."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ADDED = {FIRST: "[BOS]", FIRST + 1: "[EOS]", FIRST + 5: "<|im_end|>", FIRST + 6:
 PROGRAM = 'open(f"{mark}", "w")\n\nclass Kimi:\n    # how texts are parted\n    pat_str = {pattern}\n'
 
 
-def write_tiktoken(path: Path) -> dict[bytes, int]:
-    """Write a directory as Kimi-K2 has it, whose program leaves a file if it is run; returns tokens by rank."""
+def train() -> dict[bytes, int]:
+    """Tokens by rank."""
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     parts = pre_tokenizers.Split(tokenizers.Regex("|".join(PARTS)), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,6 +46,12 @@ def write_tiktoken(path: Path) -> dict[bytes, int]:
     trained.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=FIRST, initial_alphabet=alphabet))
     ranks = {spelled_bytes(token): rank for token, rank in trained.get_vocab().items()}
     assert len(ranks) == FIRST
+    return ranks
+
+
+def write_tiktoken(path: Path) -> dict[bytes, int]:
+    """Write a directory as Kimi-K2 has it, whose program leaves a file if it is run; returns tokens by rank."""
+    ranks = train()
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
     (path / "tiktoken.model").write_text("\n".join(lines))
     pattern = "'|'.join([\n" + "".join(f"        {part!r},\n" for part in PARTS) + "    ])"
@@ -85,6 +91,66 @@ def test_special_tokens_are_those_of_the_configuration(both: tuple[Tokenizer, ti
     assert tokenizer.vocab_size == FIRST + 7
     ids = tokenizer.encode("one<|im_end|><|call|>")
     assert ids[-2:] == [FIRST + 5, FIRST + 6] and tokenizer.decode(ids) == "one<|call|>"
+
+
+def write_tekken(path: Path, **changes: object) -> dict[bytes, int]:
+    """Write a directory as Mistral has it, with more tokens than there are ids for, as in its own; returns tokens by
+    rank."""
+    ranks = train()
+    vocab = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for token, rank in ranks.items()]
+    vocab.sort(key=lambda token: token["rank"])
+    told = {"pattern": "|".join(PARTS), "default_vocab_size": 30 + 500, "default_num_special_tokens": 30}
+    values = {"config": told, "vocab": vocab, **changes}
+    (path / "tekken.json").write_text(json.dumps(values))
+    return {token: rank for token, rank in ranks.items() if rank < 500}
+
+
+@given(st.one_of(st.lists(PIECES, max_size=30).map("".join), st.text(max_size=40)))
+def test_mistrals_tokens_are_tiktokens_behind_special_ones(
+    tekken: tuple[Tokenizer, tiktoken.Encoding], text: str
+) -> None:
+    tokenizer, reference = tekken
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == [30 + token for token in reference.encode(text)]
+    assert tokenizer.encode(text) == [1, *ids] and tokenizer.decode([1, *ids]) == text
+
+
+@pytest.fixture(scope="module")
+def tekken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, tiktoken.Encoding]:
+    path = tmp_path_factory.mktemp("tekken")
+    ranks = write_tekken(path)
+    tokenizer = read_tokenizer(path)
+    assert tokenizer is not None
+    return tokenizer, tiktoken.Encoding("tekken", pat_str="|".join(PARTS), mergeable_ranks=ranks, special_tokens={})
+
+
+def test_mistrals_special_tokens(tekken: tuple[Tokenizer, tiktoken.Encoding], tmp_path: Path) -> None:
+    """Old files do not say which they are, newer ones do."""
+    old, _ = tekken
+    assert old.encode("[INST]<SPECIAL_29></s>", add_special_tokens=False) == [3, 29, 2]
+    write_tekken(tmp_path, special_tokens=[{"rank": 4, "token_str": "[THINK]", "is_control": True}])
+    new = read_tokenizer(tmp_path)
+    assert new is not None and new.encode("[THINK]<SPECIAL_3>") == [4, 3] and new.vocab_size == old.vocab_size == 530
+    assert new.decode([4, 3]) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab": [{"rank": 0, "token_bytes": "!"}]}, "no tokens that can be read"),
+        ({"vocab": [{"rank": 1, "token_bytes": "YQ=="}]}, "ids of its tokens are not 0, 1, 2"),
+        ({"vocab": 3}, "no tokens that can be read"),
+        ({"special_tokens": [{"rank": 30, "token_str": "x"}]}, "ids of its tokens are not 0, 1, 2"),
+        ({"special_tokens": [{"rank": 2, "token_str": "<SPECIAL_3>"}]}, "ids of its tokens are not 0, 1, 2"),
+        ({"config": {"pattern": "[", "default_vocab_size": 530, "default_num_special_tokens": 30}}, "cannot be made"),
+        ({"config": {"pattern": "a", "default_vocab_size": 530, "default_num_special_tokens": 1 << 40}}, "ids of its"),
+    ],
+)
+def test_a_damaged_tekken_is_one_line(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    write_tekken(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""A checkpoint's tiktoken.model, as Kimi-K2 has it in place of a tokenizer.json: tokens as bytes, by rank, beside a
-Python file whose `pat_str` says how text is parted before it becomes tokens.
+"""Tokenizers that come as a list of tokens, each some bytes, by rank: Kimi-K2's tiktoken.model, Mistral's tekken.json.
+What is made of them is the byte-level tokenizer of the library `tokenizers` that has the same ids for all texts.
 
-Nothing of that file is run: the pattern is read where it is written as literal texts. Special tokens
-are those of tokenizer_config.json. What is made is the byte-level tokenizer that has the same ids for all texts.
+A Python file beside tiktoken.model says how text is parted before it becomes tokens (`pat_str`). Nothing of that file
+is run: the pattern is read where it is written as literal texts. Special tokens are tokenizer_config.json's there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.processors import TemplateProcessing
 
 from trtrun.errors import CheckpointError, RustLibrary, one_line
 from trtrun.tokens.decoders.texts import spell_bytes
 
-FILE = "tiktoken.model"
-CONFIG = "tokenizer_config.json"
+TIKTOKEN, TEKKEN = "tiktoken.model", "tekken.json"
+_CONFIG = "tokenizer_config.json"
 _PATTERN = "pat_str"
 _MOST_BYTES = 1 << 26
 """Of a file: 163,584 tokens take 3 MB."""
@@ -54,28 +55,108 @@ class _Config(msgspec.Struct):
     auto_map: dict[str, list[str | None] | str] = {}
 
 
+class _Ranked(msgspec.Struct):
+    """A token of tekken.json, its bytes in base64."""
+
+    rank: int
+    token_bytes: str
+
+
+class _Special(msgspec.Struct):
+    """Another one, whose rank is its id."""
+
+    rank: int
+    token_str: str
+
+
+class _TekkenConfig(msgspec.Struct):
+    """How texts are parted, and how many ids there are, the special ones first."""
+
+    pattern: str
+    default_vocab_size: int
+    default_num_special_tokens: int
+
+
+class _Tekken(msgspec.Struct):
+    """What tekken.json has of it."""
+
+    config: _TekkenConfig
+    vocab: list[_Ranked]
+    special_tokens: list[_Special] | None = None
+
+
+_BEGIN = "<s>"
+_OLD_SPECIAL_TOKENS = [
+    _Special(rank, name)
+    for rank, name in enumerate(
+        (
+            *("<unk>", _BEGIN, "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
+            *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+        )
+    )
+]
+"""Of files that do not say, up to version 7 (mistral-common)."""
+
+
 def read_tiktoken(path: Path) -> Tokenizer:
     """The tokenizer of a model directory.
 
     Raises:
         CheckpointError: a file is missing or damaged, or does not say how text is parted.
     """
-    ranks, config = _read_ranks(path / FILE), _read_config(path / CONFIG)
-    pattern = _read_pattern(path, config)
+    ranks, config = _read_ranks(path / TIKTOKEN), _read_config(path / _CONFIG)
+    added = _added_tokens(config.added_tokens_decoder, len(ranks))
+    return _make(path / TIKTOKEN, ranks, _read_pattern(path, config), added)
+
+
+def read_tekken(path: Path) -> Tokenizer:
+    """The tokenizer of a model directory. A text begins with `<s>`, where special tokens are wanted.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = path / TEKKEN
+    try:
+        told = msgspec.json.decode(file.read_bytes(), type=_Tekken)
+        first = told.config.default_num_special_tokens
+        regular = told.vocab[: told.config.default_vocab_size - first]
+        ranks = {base64.b64decode(token.token_bytes, validate=True): token.rank + first for token in regular}
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{file} has no tokens that can be read ({one_line(error)}): copy it again") from None
+    names = {token.rank: token.token_str for token in told.special_tokens or _OLD_SPECIAL_TOKENS}
+    special = [names.get(number, f"<SPECIAL_{number}>") for number in range(min(first, _MOST_ADDED))]
+    expected = range(first, first + len(regular))
+    if sorted(ranks.values()) != [*expected] or len({*special}) < first or not {*names} <= {*range(first)}:
+        raise CheckpointError(f"{file}: ids of its tokens are not 0, 1, 2 and so on, each once: copy it again")
+    added = {number: AddedToken(name, normalized=False, special=True) for number, name in enumerate(special)}
+    made = _make(file, ranks, told.config.pattern, added)
+    if _BEGIN in special:
+        begin = (_BEGIN, special.index(_BEGIN))
+        made.post_processor = TemplateProcessing(single=f"{_BEGIN} $A", special_tokens=[begin])
+    return made
+
+
+def _make(file: Path, ranks: Mapping[bytes, int], pattern: str, added: Mapping[int, AddedToken]) -> Tokenizer:
+    """A tokenizer of tokens with their ids, and those that are `added`, by id.
+
+    Raises:
+        CheckpointError: the library refuses it, or two tokens are spelled alike.
+    """
     try:
         with RustLibrary("tokenizers"):
-            made = Tokenizer(BPE(*_spell(ranks), fuse_unk=False, ignore_merges=True))
+            vocabulary, merges = _spell(ranks)
+            names = {token.content: number for number, token in added.items()}
+            made = Tokenizer(BPE({**names, **vocabulary}, merges, fuse_unk=False, ignore_merges=True))
             parts = Split(Regex(pattern), behavior="isolated")
             made.pre_tokenizer = Sequence([parts, ByteLevel(add_prefix_space=False, use_regex=False)])
             made.decoder = ByteDecoder()
-            made.add_tokens(_added_tokens(config.added_tokens_decoder, len(ranks)))
-    except CheckpointError:
-        raise
+            made.add_tokens([*added.values()])
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path / FILE} cannot be made a tokenizer of ({one_line(error)})") from None
-    for number, token in config.added_tokens_decoder.items():
+        raise CheckpointError(f"{file} cannot be made a tokenizer of ({one_line(error)})") from None
+    for number, token in added.items():
         if made.token_to_id(token.content) != number:
-            raise CheckpointError(f"{path / CONFIG}: added token {number}, {token.content!r}, has another id, too")
+            raise CheckpointError(f"{file}: added token {number}, {token.content!r}, has another id, too")
     return made
 
 
@@ -129,8 +210,8 @@ def _read_pattern(path: Path, config: _Config) -> str:
         pass
     if len(found) != 1:
         raise CheckpointError(
-            f"{path} has {FILE} but no tokenizer.json, and no {file.name} that says how text is parted ({_PATTERN}): "
-            "copy all files of the checkpoint, or put a tokenizer.json beside them"
+            f"{path} has {TIKTOKEN} but no tokenizer.json, and no {file.name} that says how text is parted "
+            f"({_PATTERN}): copy all files of the checkpoint, or put a tokenizer.json beside them"
         )
     return found[0]
 
@@ -170,19 +251,18 @@ def _text_of(word: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _added_tokens(by_id: Mapping[int, _Added], first: int) -> list[AddedToken]:
-    """Tokens behind the `first` ones, one for each id, as the library numbers them: those that tokenizer_config.json
-    leaves out have names of their own.
+def _added_tokens(by_id: Mapping[int, _Added], first: int) -> dict[int, AddedToken]:
+    """Tokens behind the `first` ones, by id: those that tokenizer_config.json leaves out have names of their own.
 
     Raises:
         CheckpointError: ids are among the first ones, or far behind them.
     """
     count = max(by_id, default=first - 1) + 1
     if min(by_id, default=first) < first or count - first > _MOST_ADDED:
-        raise CheckpointError(f"{CONFIG}: ids of added tokens are not those behind {FILE}'s, which has {first} tokens")
-    tokens = [by_id.get(number, _Added(f"<|reserved_token_{number}|>")) for number in range(first, count)]
-    return [
-        AddedToken(
+        raise CheckpointError(f"{_CONFIG}: ids of added tokens are not those behind the {first} of {TIKTOKEN}")
+    tokens = {number: by_id.get(number, _Added(f"<|reserved_token_{number}|>")) for number in range(first, count)}
+    return {
+        number: AddedToken(
             token.content,
             single_word=token.single_word,
             lstrip=token.lstrip,
@@ -190,5 +270,5 @@ def _added_tokens(by_id: Mapping[int, _Added], first: int) -> list[AddedToken]:
             normalized=False,
             special=token.special,
         )
-        for token in tokens
-    ]
+        for number, token in tokens.items()
+    }
