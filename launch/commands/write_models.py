@@ -29,7 +29,9 @@ from trtrun.weights.written_files import find_unfinished
 
 def note_tokenizer(output: Path, source: str) -> None:
     """Say where `output` has no tokenizer, as its source, a "checkpoint" or a "model", had none beside it."""
-    if not any((output / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+    from trtrun.tokens.text import hash_tokenizer_files
+
+    if hash_tokenizer_files(output) == "none":
         line = f"the {source} has no tokenizer beside it: name one by tokenizer: in the YAML file"
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
