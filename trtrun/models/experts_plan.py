@@ -81,6 +81,8 @@ class ExpertNames:
         gate, up, down: of an expert.
         shared: the expert of all tokens.
         shared_gate: of that expert; None where it has none.
+        choice_bias: what scores have beside for the choice; behind the router's name where it is empty.
+        has_bias_row: whether that is a matrix of one row.
     """
 
     router: str = "gate"
@@ -89,6 +91,8 @@ class ExpertNames:
     down: str = "experts.{}.down_proj"
     shared: str = "shared_expert"
     shared_gate: str | None = "shared_expert_gate"
+    choice_bias: str = ""
+    has_bias_row: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,12 @@ class ExpertsPlan:
 
     @property
     def choice_bias(self) -> Weight | None:
-        """[experts]: what scores have beside for the choice. Dummy ones change nothing."""
+        """[experts], or [1, experts]: what scores have beside for the choice. Dummy ones change nothing."""
         if not self.routing.has_bias:
             return None
-        name = f"{self.name}.{self.names.router}.e_score_correction_bias"
-        return Weight((StoredTensor(name, (Axis(self.num_experts),), 0.0),), "float32")
+        name = self.names.choice_bias or f"{self.names.router}.e_score_correction_bias"
+        axes = (*([Axis(1)] if self.names.has_bias_row else []), Axis(self.num_experts))
+        return Weight((StoredTensor(f"{self.name}.{name}", axes, 0.0),), "float32")
 
     @property
     def gate_up_bias(self) -> Weight | None:
@@ -233,7 +238,7 @@ class ExpertsPlan:
 
         choose_experts = operations_of(reader.device.type).choose_experts
         choose: Callable[[torch.Tensor], Choice]
-        bias = None if self.choice_bias is None else reader.tensor(self.choice_bias)
+        bias = None if self.choice_bias is None else reader.tensor(self.choice_bias).flatten()
         num_shared = self._count_shared(reader)
         has_gate = num_shared > 0 and self.shared_gate is not None
         choose = partial(

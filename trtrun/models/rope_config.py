@@ -100,6 +100,8 @@ def _find(values: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
 def _read_rotated(values: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, *, in_part: bool) -> int | None:
     """How many of a head's numbers are rotated; None for all."""
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if partial is None and values.get("rotary_dim") is not None:
+        partial = read_number(values, "rotary_dim") / head_dim
     if partial in (None, 1, 1.0) or rope.get("rope_type") == "proportional":
         return None
     if not in_part:

@@ -56,6 +56,8 @@ REFUSALS: dict[str, tuple[str | None, str]] = {
     "glm4_moe": ("the rotated of {}", ONE_TENSOR),
     "gpt_oss": ("the ends of {}", ENDS),
     "granite": ("the ends of {}", ENDS),
+    "hy_v3": ("the routing of {}", EXPERTS),
+    "minimax_m2": ("layers of {} (WholeNormAttentionPlan)", EXPERTS),
     "mixtral": (None, EXPERTS),
     "olmo2": ("the ends of {}", ENDS),
     "olmo3": ("the ends of {}", ENDS),
@@ -89,7 +91,7 @@ OF_INPUTS = {"global_head_dim": 128, "vocab_size_per_layer_input": 224, "hidden_
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
-@pytest.mark.parametrize("family", [*MODULES, "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", [*MODULES, "glm4_moe", "minimax_m2", "qwen3_next"])
 def test_an_engine_holds_the_checkpoints_bits(tmp_path: Path, family: str, tp_size: int) -> None:
     source = write_family(tmp_path / "source", family)
     engine = build_engine(source, tmp_path / "engine", tp_size)

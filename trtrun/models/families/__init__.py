@@ -15,6 +15,7 @@ from trtrun.models.families import (
     olmoe,
     phi3,
     qwen3_next,
+    scored_mixtures,
     smollm3,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "olmoe",
     "phi3",
     "qwen3_next",
+    "scored_mixtures",
     "smollm3",
 ]

@@ -13,7 +13,7 @@ from trtrun.models.experts_plan import ExpertNames, ExpertsPlan
 from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
-_MIXTRAL = ExpertNames(gate="experts.{}.w1", up="experts.{}.w3", down="experts.{}.w2")
+MIXTRAL_NAMES = ExpertNames(gate="experts.{}.w1", up="experts.{}.w3", down="experts.{}.w2")
 
 
 def read_experts(values: Mapping[str, Any]) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def _plan_mixtral(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[Laye
             index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window),
             ExpertsPlan(
-                f"model.layers.{index}.block_sparse_moe", shape, count, chosen, shape.intermediate_size, _MIXTRAL
+                f"model.layers.{index}.block_sparse_moe", shape, count, chosen, shape.intermediate_size, MIXTRAL_NAMES
             ),
         )
         for index in range(shape.num_layers)

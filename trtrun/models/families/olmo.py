@@ -58,7 +58,8 @@ class WholeNormAttentionPlan(AttentionPlan):
         from trtrun.layers.whole_norm import WholeNorm
 
         shape, (rank, size) = self.shape, reader.share
-        queries, keys = (reader.tensor(norm).float().view(-1, shape.head_dim) for norm in self.whole_norms)
+        order = [number for part in self._order or [range(shape.head_dim)] for number in part]
+        queries, keys = (reader.tensor(norm).float().view(-1, shape.head_dim)[:, order] for norm in self.whole_norms)
         is_first = rank == 0 or shape.keys.units(Share(rank - 1, size)) != shape.keys.units(reader.share)
         sizes = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         return WholeNorm(
