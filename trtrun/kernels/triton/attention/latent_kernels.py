@@ -84,7 +84,7 @@ def write_kernel(
         else:  # one scale for both
             width: tl.constexpr = (RANK + TURNED + ALIGNED - 1) // ALIGNED * ALIGNED
             tile_bytes: tl.constexpr = BLOCK_SIZE * (width + SCALE_BYTES)
-            kept, turned_key = kept.to(tl.float32), tl.where(element < TURNED, turned_key.to(tl.float32), 0.0)
+            kept, turned_key = kept.to(tl.float32), turned_key.to(tl.float32)  # zeros behind both
             largest = tl.maximum(tl.max(tl.abs(kept), axis=1), tl.max(tl.abs(turned_key), axis=1))
             scale = as_scales(largest, CODES)
             of_scale = scales + (tile * tile_bytes + BLOCK_SIZE * width) // SCALE_BYTES + within
