@@ -1,9 +1,9 @@
 """Keys and values as numbers of 8 bits and scales, in plain torch operations: right on any device.
 
-A head of a token is codes times a scale: codes of E4M3 (Micikevicius et al. 2022, arXiv:2209.05433) or whole numbers
-from -127 to 127. The scale, by the head's largest number or the layer's own, has the bits of a bfloat16. What comes
-back is the product, rounded once to the model's dtype. The kernels of trtrun/kernels/triton make the same codes and
-scales; they multiply by scales behind their own products, which rounds less.
+A head of a token, or its latent, is codes times a scale: codes of E4M3 (Micikevicius et al. 2022, arXiv:2209.05433) or
+whole numbers from -127 to 127. The scale, by the head's largest number or the layer's own, has the bits of a bfloat16.
+What comes back is the product, rounded once to the model's dtype. The kernels of trtrun/kernels/triton make the same
+codes and scales; they multiply by scales behind their own products, which rounds less.
 
 It knows heads of tokens. It does not know where they are kept (formats.py).
 """

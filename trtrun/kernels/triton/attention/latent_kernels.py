@@ -1,8 +1,10 @@
 """Attention over latents as Triton kernels: what is rotated is turned and written to the store, then a tile of queries
 goes through a row's latents, share by share, each step by step.
 
-A latent is loaded once for all heads of a tile, as key and as value. It knows a store's layer, positions and shares. It
-does not know who deals out tiles and shares (latent_attention.py).
+A latent is loaded once for all heads of a tile, as key and as value. Codes are widened on the way, two at a time, so
+that numbers are dealt with in halves, the even ones and the odd ones (attention_steps.py); a token's scale multiplies
+its score, and its weight. It knows a store's layer, positions and shares. It does not know who deals out tiles and
+shares (latent_attention.py).
 """
 
 from __future__ import annotations
@@ -156,8 +158,8 @@ def attend_latents_kernel(
     TURNED: tl.constexpr, TURNED_PADDED: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one row, heads counted, over some shares of the row's context, or all, one by one. Halves
-    are as in `attend_kernel`."""
+    """One tile of queries of one row, heads counted, over some shares of the row's context, or all, one by one; without
+    codes halves are as in `attend_kernel`."""
     begin(EARLY)
     # The last tile of a prompt sees most keys: it begins first.
     row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
