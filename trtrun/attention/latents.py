@@ -81,28 +81,37 @@ class GatherLatents:
         return self._gather.store_and_attend(query, key, inner)[..., : call.latent.shape[1]]
 
 
-def latent_backend(device: torch.device, dtype: torch.dtype, kv_format: KVFormat = PLAIN) -> LatentBackend:
-    """The backend for a model: kernels that read latents where they lie, where there are any, else gathered contexts.
+def latent_backend(device: torch.device, dtype: torch.dtype, width: int, kv_format: KVFormat = PLAIN) -> LatentBackend:
+    """The backend for a model: kernels that read latents where they lie and know their format, where there are any,
+    else gathered contexts.
+
+    Args:
+        device, dtype: of the model.
+        width: numbers that are kept of a token.
+        kv_format: how they are kept.
 
     Raises:
         ConfigError: latents cannot be kept in the format there.
     """
-    check_latents(kv_format, device.type)
-    own = operations_of(device.type).latent_attention(dtype) if kv_format == PLAIN else None
+    check_latents(kv_format, device.type, width)
+    own = None
+    if device.type in kv_format.kernels:
+        own = operations_of(device.type).latent_attention(dtype, kv_format)
     return GatherLatents(kv_format) if own is None else own
 
 
-def check_latents(kv_format: KVFormat, device_type: str) -> None:
-    """Whether latents can be kept in a format on a type of device.
+def check_latents(kv_format: KVFormat, device_type: str, width: int) -> None:
+    """Whether latents of `width` numbers can be kept in a format on a type of device.
 
     Raises:
         ConfigError: they cannot.
     """
     if not isinstance(kv_format, ByteKV):
         return
-    if device_type == "cuda":
-        raise ConfigError(
-            "latents are kept as they are on GPUs: no kernel there reads them in 8 bits; write kv_cache.dtype: plain"
-        )
     if kv_format.has_layer_scales:
         raise ConfigError("latents have no scales of layers, which the checkpoint has: write kv_cache.dtype: plain")
+    if device_type == "cuda" and width % 2:
+        raise ConfigError(
+            f"latents of {width} numbers are kept as they are on GPUs, whose kernels read codes of 8 bits in pairs: "
+            "write kv_cache.dtype: plain"
+        )

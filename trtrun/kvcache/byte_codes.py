@@ -1,9 +1,9 @@
 """Keys and values as numbers of 8 bits and scales, in plain torch operations: right on any device.
 
-A head of a token is codes times a scale: codes of E4M3 (Micikevicius et al. 2022, arXiv:2209.05433) or whole numbers
-from -127 to 127. The scale, by the head's largest number or the layer's own, has the bits of a bfloat16. What comes
-back is the product, rounded once to the model's dtype. The kernels of trtrun/kernels/triton make the same codes and
-scales; they multiply by scales behind their own products, which rounds less.
+A head of a token, or its latent, is codes times a scale: codes of E4M3 (Micikevicius et al. 2022, arXiv:2209.05433) or
+whole numbers from -127 to 127. The scale, by the head's largest number or the layer's own, has the bits of a bfloat16.
+What comes back is the product, rounded once to the model's dtype. The kernels of trtrun/kernels/triton make the same
+codes and scales; they multiply by scales behind their own products, which rounds less.
 
 It knows heads of tokens. It does not know where they are kept (formats.py).
 """
@@ -29,9 +29,11 @@ SCALE_BYTES = 4
 ALIGNED = 4
 """Where there are scales, a token has a multiple of so many bytes for its codes."""
 
-_CODE_SHIFT, _CODE_MASK, _CODE_FACTOR = 4, -0x7810, 2.0**120
-"""E4M3 moved up by 4 bits is bfloat16 divided by 2^120, below its least exponent too; the mask keeps sign and magnitude
-of a sign-extended code (0x87F0)."""
+_CODE_FACTOR = 2.0**120
+"""E4M3 moved up by 4 bits is bfloat16, and by 20 bits a float32, divided by 2^120, below their least exponents too."""
+
+_CODE_MOVES = {torch.bfloat16: (torch.int16, 4, -0x7810), torch.float32: (torch.int32, 20, -0x78100000)}
+"""How codes are moved, sign-extended: as what, by how many bits, and a mask that keeps sign and magnitude (0x87F0)."""
 
 
 def scales_of(rows: torch.Tensor, kind: CodeKind) -> torch.Tensor:
@@ -58,12 +60,11 @@ def to_codes(rows: torch.Tensor, scale: torch.Tensor, kind: CodeKind) -> torch.T
 def from_codes(codes: torch.Tensor, scale: torch.Tensor, kind: CodeKind, dtype: torch.dtype) -> torch.Tensor:
     """Codes uint8 [..., head] and float32 scales [...], numbers of bfloat16 → [..., head] of `dtype`."""
     # A product has no more bits than a float32 holds, and is rounded once, be it one of bfloat16.
-    if dtype is torch.bfloat16:
-        numbers, factor = codes.view(torch.int8), scale.to(dtype).unsqueeze(-1)
-        if kind == "int8":
-            return numbers.to(dtype).mul_(factor)
-        # Twice as fast as torch's own conversion.
-        moved = numbers.to(torch.int16).mul_(1 << _CODE_SHIFT).bitwise_and_(_CODE_MASK)
-        return moved.view(dtype).mul_(factor * _CODE_FACTOR)
-    numbers = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).float()
-    return (numbers * scale.unsqueeze(-1)).to(dtype)
+    kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    numbers, factor = codes.view(torch.int8), scale.to(kept).unsqueeze(-1)
+    if kind == "int8":
+        return numbers.to(kept).mul_(factor).to(dtype)
+    # Two to four times as fast as torch's own conversion.
+    integers, shift, mask = _CODE_MOVES[kept]
+    moved = numbers.to(integers).mul_(1 << shift).bitwise_and_(mask)
+    return moved.view(kept).mul_(factor * _CODE_FACTOR).to(dtype)

@@ -170,7 +170,7 @@ def _backends(
     """What attends, by sizes of heads, and by that of latents."""
     latent = latent_of(config.keeps(share))
     if latent is not None:
-        return dict.fromkeys((config.head_dim, latent.head_dim), reader.latent_attention())
+        return dict.fromkeys((config.head_dim, latent.head_dim), reader.latent_attention(latent.head_dim))
     return {size: reader.attention(size) for size in {config.head_dim, *(size for _, size in config.rotations)}}
 
 

@@ -89,18 +89,16 @@ def describe_kept(config: ModelConfig, kv_dtype: str, share: Share, dtype: torch
     made, scheme = choose_format(kv_dtype, config.kv_scheme), config.kv_scheme
     layers = config.keeps(share)
     token, plain = (KVStore.bytes_per_block(layers, 1, dtype, kept) for kept in (made, choose_format("plain")))
-    kinds = "keys and values" if latent_of(layers) is None else "latents, the same on each rank,"
+    kinds, of_heads = "keys and values", " and head"
+    if latent_of(layers) is not None:
+        kinds, of_heads = "latents, the same on each rank,", ""
     if not isinstance(made, ByteKV):
         if latent_of(layers) is not None:
             return f"{kinds} are kept: {format_bytes(plain)} a token on a rank"
         if scheme is None or made is not choose_format("plain"):
             return None
         return f"keys and values are kept plain, though the checkpoint was made for {scheme.dtype}"
-    whose = "the checkpoint's scales" if made.has_layer_scales else "a scale for each token and head"
-    where = (
-        ""
-        if device_type in made.kernels and latent_of(layers) is None
-        else "; no kernel reads them here: attention is plain torch, and slower"
-    )
+    whose = "the checkpoint's scales" if made.has_layer_scales else f"a scale for each token{of_heads}"
+    where = "" if device_type in made.kernels else "; no kernel reads them here: attention is plain torch, and slower"
     beside = f"{format_bytes(token)} a token on a rank in place of {format_bytes(plain)}"
     return f"{kinds} are kept in {made.kind}, with {whose}: {beside}{where}"

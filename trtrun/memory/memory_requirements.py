@@ -238,8 +238,8 @@ def reads_in_place(
     kept = kv_format_of(config, model)
     if dtype is not None:
         kept.check(dtype, device_type)
-        if latent_of(model.keeps(Share(0, 1))) is not None:
-            check_latents(kept, device_type)
+        if (latent := latent_of(model.keeps(Share(0, 1)))) is not None:
+            check_latents(kept, device_type, latent.head_dim)
         _check_kernels(config, kept, device_type, dtype)
     return device_type in kept.kernels
 

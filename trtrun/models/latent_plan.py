@@ -135,5 +135,5 @@ class LatentAttentionPlan:
             into_latents=into_latents,
             into_values=into_values,
             output=reader.row_parallel(self.output.weight, self.output.bias),
-            backend=reader.latent_attention(),
+            backend=reader.latent_attention(self.width),
         )

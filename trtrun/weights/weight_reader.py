@@ -78,10 +78,10 @@ class WeightReader:
             self._backends[head_dim] = attention_backend(self.device, self.dtype, head_dim, self._kv_format)
         return self._backends[head_dim]
 
-    def latent_attention(self) -> LatentBackend:
-        """What attends over latents: the same for all layers; errors as of `latent_backend`."""
+    def latent_attention(self, width: int) -> LatentBackend:
+        """What attends over latents of so many numbers: the same for all layers; errors as of `latent_backend`."""
         if self._latents is None:
-            self._latents = latent_backend(self.device, self.dtype, self._kv_format)
+            self._latents = latent_backend(self.device, self.dtype, width, self._kv_format)
         return self._latents
 
     def kv_scales(self, attention: str, keys: Axis) -> torch.Tensor | None:

@@ -92,7 +92,9 @@ def _one_device(options: Options) -> Iterator[Part]:
     about = "8B- and 70B-shaped targets in FP8, FP8 in blocks and 4 bits, beside bfloat16"
     yield Part("quantized", about, 270, partial(play_quantized, placement=ONE))
     about = "8B-shaped target behind prompts of 8,000 tokens, keys and values plain and of 8 bits"
-    yield Part("quantized-kv", about, 180, partial(play_quantized_kv, placement=ONE))
+    yield Part("quantized-kv", about, 180, partial(play_quantized_kv, placement=ONE, pair="8b"))
+    about = "v2-lite-shaped target behind prompts of 8,000 tokens, latents plain and of 8 bits"
+    yield Part("latents-kv", about, 180, partial(play_quantized_kv, placement=ONE, pair="v2-lite"), False)
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
     about = "30B-A3B-shaped pair, 128 experts of which a token chooses 8, plain and speculative"

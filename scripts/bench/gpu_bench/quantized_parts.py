@@ -48,16 +48,17 @@ def play_quantized(bench: Workbench, placement: Placement) -> None:
             large.add(weights, entry["rows"], rate, step, ratio, first)
 
 
-def play_quantized_kv(bench: Workbench, placement: Placement) -> None:
-    """Plain steps of the 8B shape over long contexts, by how keys and values are kept; the figures have the ratios."""
+def play_quantized_kv(bench: Workbench, placement: Placement, pair: str) -> None:
+    """Plain steps of a pair's target over long contexts, by how keys and values, or latents, are kept; the figures have
+    the ratios."""
     workloads = WORKLOADS[bench.options.kind]
     columns = ("kept as", "rows", "tokens of each", "tokens/s", "ms a step", "÷ plain", "prompts, s", "KiB a token")
-    table = bench.table(f"8B-shaped target, keys and values of 8 bits: {placement.about}", *columns)
+    table = bench.table(f"{pair}-shaped target, kept plain and in 8 bits: {placement.about}", *columns)
     longest = max(int(workload.split("x")[1]) for workload in workloads)
     sets = [f"scheduler.max_seq_len={longest + 192}", *bench.options.overrides]
     base: dict[int, float] = {}
     for name in ("plain", "fp8", "int8"):
-        config = bench.config("8b", placement, drafts=False)
+        config = bench.config(pair, placement, drafts=False)
         words = [sys.executable, LONG_ROWS, config, *workloads, "--max-tokens", bench.options.scale.max_tokens]
         for override in (*sets, f"kv_cache.dtype={name}"):
             words += ["--set", override]

@@ -232,17 +232,25 @@ def test_logits_do_not_depend_on_the_batch(
 
 @HALVES
 @pytest.mark.parametrize(
-    "family", ["apertus", "deepseek_v2", "deepseek_v3", "gemma4_small", "gemma4_text", "olmo2", "olmo3", "phi3"]
+    ("family", "kv_format"),
+    [
+        *((name, "auto") for name in ("apertus", "gemma4_small", "gemma4_text", "olmo2", "olmo3", "phi3")),
+        *((name, kept) for name in ("deepseek_v2", "deepseek_v3") for kept in ("auto", "fp8", "int8")),
+    ],
 )
-def test_logits_of_families_do_not_depend_on_the_batch(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    check_batches(write_family(tmp_path, family, dtype=dtype), dtype)
+def test_logits_of_families_do_not_depend_on_the_batch(
+    tmp_path: Path, family: str, kv_format: str, dtype: torch.dtype
+) -> None:
+    check_batches(write_family(tmp_path, family, dtype=dtype), dtype, kv_format=kv_format)
 
 
-def check_batches(path: Path, dtype: torch.dtype, quantization: str = "none") -> None:
+def check_batches(path: Path, dtype: torch.dtype, quantization: str = "none", kv_format: str = "auto") -> None:
     """A text's logits are the same token by token, in chunks, with wider block tables, beside others, and alone."""
     texts = {row: prompt_of(LENGTH, row) for row in range(70)}
     cuda = torch.device("cuda")
-    model = PagedModel(path, dtype, block_size=16, num_blocks=800, device=cuda, quantization=quantization)
+    model = PagedModel(
+        path, dtype, block_size=16, num_blocks=800, device=cuda, quantization=quantization, kv_format=kv_format
+    )
     singles = torch.cat([model.forward([[(0, at, texts[0][at : at + 1])]]) for at in range(LENGTH)])
     for row, chunk in ((100, 2), (200, 6), (300, LENGTH)):
         parts = [model.forward([[(row, at, texts[0][at : at + chunk])]]) for at in range(0, LENGTH, chunk)]

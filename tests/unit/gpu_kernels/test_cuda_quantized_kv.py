@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from family_checkpoints import write_family
 from gpus import needs_gpu
 from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.api import llm_engine
 from trtrun.attention.backend import GatherAttention
+from trtrun.attention.latents import GatherLatents
 from trtrun.memory import spaces
 
 pytestmark = needs_gpu
@@ -74,6 +76,38 @@ def test_no_round_over_codes_waits_for_a_graph_or_a_kernel(tmp_path: Path) -> No
         llm.generate([prompt_of(70, number) for number in range(5)], SamplingParams(max_tokens=20))
         found = llm.statistics()
     assert (found["num_captures"], found["num_compilations"]) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["plain", "fp8", "int8"])
+def test_speculative_texts_over_latents_are_plain_ones(
+    tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs, rows alone and 24 of them, beside prompts in chunks, after preemption; chains and trees. All attention
+    is the kernel's, and no round waits for a graph or a kernel."""
+    monkeypatch.setattr(GatherLatents, "forward", None)
+    target = write_family(tmp_path / "target", "deepseek_v3", dtype=dtype)
+    draft = noisy_copy(tmp_path / "draft", target, 0.05)
+    prompts = [prompt_of(5 + 17 * (number % 9), number % 20) for number in range(24)]
+    sampling = [SamplingParams(max_tokens=40, temperature=0.8 * (number % 2), seed=number) for number in range(24)]
+    texts, preempted, accepted = [], 0, 0
+    for model, speculation in ((None, {}), (draft, CHAIN), (None, TREE)):
+        settings: dict[str, Any] = {
+            "kv_cache": {"max_tokens": 1200, "dtype": name},
+            "scheduler": {"max_num_tokens": 432, "max_batch_size": 24},
+            "speculation": speculation,
+        }
+        with make_llm(target, model, devices=(("cuda:0",), ("cuda:0",)), **settings) as llm:
+            llm.reset_statistics()
+            outputs = llm.generate(prompts, sampling)
+            texts.append(tokens_of(outputs))
+            found = llm.statistics()
+            assert (found["num_captures"], found["num_compilations"]) == (0, 0)
+            preempted += sum(output.completions[0].statistics.num_preemptions for output in outputs)
+            accepted += found["num_accepted_draft_tokens"]
+            llm.set_speculation(False)
+            assert run_alone(llm, prompts[:5], sampling[:5]) == texts[-1][:5], "plain, alone"
+    assert all(found == texts[0] for found in texts) and preempted > 0 and accepted > 0
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8"])

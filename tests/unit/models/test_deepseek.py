@@ -11,7 +11,7 @@ import pytest
 import torch
 from family_checkpoints import write_family
 from paged import PagedModel
-from pipelines import make_llm, noisy_copy, tokens_of
+from pipelines import configuration, make_llm, noisy_copy, tokens_of
 from safetensors.torch import load_file, save_file
 from test_model_logits import check_logits, prompt_of
 
@@ -22,6 +22,7 @@ from trtrun.kvcache.formats import KVScheme, choose_format
 from trtrun.kvcache.specs import PagedLatent
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.loading.stored_report import describe_kept
+from trtrun.memory.memory_requirements import kv_bytes_per_block, reads_in_place
 from trtrun.models.config import read_model_config
 from trtrun.weights.weight import Share
 
@@ -126,13 +127,31 @@ def test_latents_of_8_bits(tmp_path: Path, kind: str) -> None:
         assert found == tokens_of(llm.generate(prompts, sampling))
 
 
-def test_formats_that_no_kernel_reads_latents_in_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no kernel there reads them in 8 bits; write kv_cache\.dtype: plain"):
-        check_latents(choose_format("fp8"), "cuda")
-    with pytest.raises(ConfigError, match=r"have no scales of layers, which the checkpoint has"):
-        check_latents(choose_format("auto", KVScheme("fp8", True)), "cpu")
-    check_latents(choose_format("fp8", KVScheme("int8", True)), "cpu")
-    check_latents(choose_format("plain"), "cuda")
+def test_formats_that_latents_are_not_kept_in_are_refused() -> None:
+    for device_type in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match=r"have no scales of layers, which the checkpoint has"):
+            check_latents(choose_format("auto", KVScheme("fp8", True)), device_type, 576)
+        check_latents(choose_format("fp8", KVScheme("int8", True)), device_type, 576)
+    with pytest.raises(ConfigError, match=r"of 575 numbers .* in pairs: write kv_cache\.dtype: plain"):
+        check_latents(choose_format("fp8"), "cuda", 575)
+    check_latents(choose_format("fp8"), "cpu", 575)
+    check_latents(choose_format("plain"), "cuda", 575)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_latents_of_8_bits_are_said_and_reckoned_with(tmp_path: Path, device_type: str) -> None:
+    """A byte a number and a scale a token, which kernels of GPUs read where they are."""
+    path = write_family(tmp_path, "deepseek_v2", num_hidden_layers=4)
+    config, model = configuration(path, None, kv_cache={"dtype": "fp8", "block_size": 16}), read_model_config(path)
+    said = describe_kept(model, "fp8", Share(0, 2), torch.bfloat16, device_type)
+    kept = "latents, the same on each rank, are kept in fp8, with a scale for each token: 240 B a token on a rank"
+    slow = "; no kernel reads them here: attention is plain torch, and slower" if device_type == "cpu" else ""
+    assert said == f"{kept} in place of {56 * 4 * 2} B{slow}"
+    assert kv_bytes_per_block(config, model, 2, torch.bfloat16) == 240 * 16
+    assert reads_in_place(config, model, device_type, torch.bfloat16) == (device_type == "cuda")
+    if device_type == "cuda":
+        with pytest.raises(ConfigError, match="in bfloat16 or float16, not in float32"):
+            reads_in_place(config, model, device_type, torch.float32)
 
 
 @pytest.mark.parametrize(

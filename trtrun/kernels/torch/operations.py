@@ -85,8 +85,9 @@ class TorchOperations:
         kernels know; None where plain torch attends."""
         return None
 
-    def latent_attention(self, dtype: torch.dtype) -> Any | None:
-        """A `LatentBackend` (trtrun.attention) for plain stores; None where gathered contexts are attended over."""
+    def latent_attention(self, dtype: torch.dtype, kv_format: KVFormat = PLAIN) -> Any | None:
+        """A `LatentBackend` (trtrun.attention) for a store of a format that the device's kernels know; None where
+        gathered contexts are attended over."""
         return None
 
     def attention_over_gathered(self, dtype: torch.dtype, head_dim: int) -> GatheredAttention | None:

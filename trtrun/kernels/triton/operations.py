@@ -49,8 +49,8 @@ class TritonOperations(TorchOperations):
         return PagedAttention(kv_format)
 
     @override
-    def latent_attention(self, dtype: torch.dtype) -> Any | None:
-        return PagedLatents()
+    def latent_attention(self, dtype: torch.dtype, kv_format: KVFormat = PLAIN) -> Any | None:
+        return PagedLatents(kv_format)
 
     @override
     def normalise(

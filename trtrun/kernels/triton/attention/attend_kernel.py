@@ -50,7 +50,7 @@ def attend_kernel(
     inside = element < HEAD // halves
     mask = real[:, None] & inside[None, :]
     of_query = query + token[:, None] * query_token + head[:, None] * query_head + element[None, :] * halves
-    even_query, odd_query = _load(of_query, mask, CODES)
+    even_query, odd_query = load_queries(of_query, mask, CODES)
     kind: tl.constexpr = even_query.dtype
     table = tables + row * table_row
     result = token * (kv_heads * group) + head
@@ -66,10 +66,10 @@ def attend_kernel(
             if IS_SPLIT:
                 slot = result.to(tl.int64) * shares + (first // SHARE - 1)
                 out = partial_output + slot[:, None] * HEAD + element[None, :] * halves
-                _keep(partial_peak + slot, peak, partial_sum + slot, total, out, even, odd, real, mask, kind, CODES)
+                keep(partial_peak + slot, peak, partial_sum + slot, total, out, even, odd, real, mask, kind, CODES)
             else:
                 all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
-                all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
+                all_even, all_odd = fold(all_even, all_odd, even, odd, fade, factor, CODES)
             even, odd = nothing, no_odd
             peak = tl.full([TILE], float("-inf"), tl.float32)
             total = tl.zeros([TILE], tl.float32)
@@ -81,10 +81,10 @@ def attend_kernel(
     if IS_SPLIT:
         slot = result.to(tl.int64) * shares + (end_at - 1) // SHARE
         out = partial_output + slot[:, None] * HEAD + element[None, :] * halves
-        _keep(partial_peak + slot, peak, partial_sum + slot, total, out, even, odd, real, mask, kind, CODES)
+        keep(partial_peak + slot, peak, partial_sum + slot, total, out, even, odd, real, mask, kind, CODES)
     else:
         all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
-        all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
+        all_even, all_odd = fold(all_even, all_odd, even, odd, fade, factor, CODES)
         if HAS_SINKS:
             of_heads = tl.load(sinks + head, mask=real, other=float("-inf"))
             all_total, fade = merge_sinks(all_peak, all_total, of_heads)
@@ -96,7 +96,7 @@ def attend_kernel(
         if CODES != PLAIN:
             odd = all_odd / all_total
         out = output + result[:, None] * HEAD + element[None, :] * halves
-        _store(out, even, odd, mask, kind, CODES)
+        store_gathered(out, even, odd, mask, kind, CODES)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def read_positions(places, real):
 
 
 @triton.jit
-def _load(query, mask, CODES: tl.constexpr):
+def load_queries(query, mask, CODES: tl.constexpr):
     """Queries, and again where there are no halves; or their even and odd elements."""
     even = tl.load(query, mask=mask, other=0.0)
     odd = even if CODES == PLAIN else tl.load(query + 1, mask=mask, other=0.0)
@@ -125,7 +125,7 @@ def _load(query, mask, CODES: tl.constexpr):
 
 
 @triton.jit
-def _fold(all_even, all_odd, even, odd, fade, factor, CODES: tl.constexpr):
+def fold(all_even, all_odd, even, odd, fade, factor, CODES: tl.constexpr):
     """What was gathered in a share, to that of those before."""
     all_even = all_even * fade[:, None] + even * factor[:, None]
     if CODES != PLAIN:
@@ -157,15 +157,15 @@ def _step(
 
 
 @triton.jit
-def _keep(peaks, peak, sums, total, out, even, odd, real, mask, kind: tl.constexpr, CODES: tl.constexpr):
+def keep(peaks, peak, sums, total, out, even, odd, real, mask, kind: tl.constexpr, CODES: tl.constexpr):
     """A share's results, to be combined with those of other programs."""
     tl.store(peaks, peak, mask=real)
     tl.store(sums, total, mask=real)
-    _store(out, even, odd, mask, kind, CODES)
+    store_gathered(out, even, odd, mask, kind, CODES)
 
 
 @triton.jit
-def _store(out, even, odd, mask, kind: tl.constexpr, CODES: tl.constexpr):
+def store_gathered(out, even, odd, mask, kind: tl.constexpr, CODES: tl.constexpr):
     """What was gathered, to places [queries, pairs] of its even elements, or of all."""
     if CODES == PLAIN:
         tl.store(out, even.to(out.dtype.element_ty), mask=mask)

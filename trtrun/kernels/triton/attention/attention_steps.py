@@ -171,7 +171,7 @@ def lift(kind: tl.constexpr):
 
 
 @triton.jit
-def _tiles(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+def find_tiles(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
     """The tiles of the store that a step's keys are in, and where in these: both [KEYS] int32."""
     if KEYS % BLOCK_SIZE == 0:
         within = tl.arange(0, KEYS)
@@ -183,7 +183,7 @@ def _tiles(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr,
 
 
 @triton.jit
-def _load(pairs, inside, IS_FULL: tl.constexpr):
+def load_pairs(pairs, inside, IS_FULL: tl.constexpr):
     """Codes at places that all exist: keys that are not known are those of the null block, whose codes are numbers."""
     return tl.load(pairs) if IS_FULL else tl.load(pairs, mask=tl.broadcast_to(inside, pairs.shape), other=0)
 
@@ -206,7 +206,7 @@ def step_of_codes(
     tile_bytes: tl.constexpr = BLOCK_SIZE * (width + (0 if HAS_LAYER_SCALES else SCALE_BYTES))
     at = first + tl.arange(0, KEYS)
     known = at < stop
-    tile, within = _tiles(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS)
+    tile, within = find_tiles(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS)
     place = tile.to(tl.int64) * (tile_bytes // 2) + within * (width // 2)
     if HAS_LAYER_SCALES:
         key_scale = tl.broadcast_to(tl.load(layer_scales + kv_head), (KEYS,))
@@ -215,7 +215,7 @@ def step_of_codes(
         of_scale = tile.to(tl.int64) * (tile_bytes // SCALE_BYTES) + (BLOCK_SIZE * width // SCALE_BYTES + within)
         key_scale = tl.load(scales + of_scale, mask=known, other=0.0)
         value_scale = tl.load(scales + value_offset // SCALE_BYTES + of_scale, mask=known, other=0.0)
-    pairs = _load(store + place[None, :] + element[:, None], inside[:, None], 2 * element.shape[0] == HEAD)
+    pairs = load_pairs(store + place[None, :] + element[:, None], inside[:, None], 2 * element.shape[0] == HEAD)
     even_keys, odd_keys = widened(pairs, kind, CODES)
     scores = tl.dot(even_query, even_keys, input_precision=PRECISION)
     scores = tl.dot(odd_query, odd_keys, scores, input_precision=PRECISION) * key_scale[None, :]
@@ -223,7 +223,7 @@ def step_of_codes(
         scores, peak, total, own, first_own, last, at, first, window, scale, KEYS, SOFT_CAP
     )
     start = store + value_offset // 2
-    pairs = _load(start + place[:, None] + element[None, :], inside[None, :], 2 * element.shape[0] == HEAD)
+    pairs = load_pairs(start + place[:, None] + element[None, :], inside[None, :], 2 * element.shape[0] == HEAD)
     even_values, odd_values = widened(pairs, kind, CODES)
     taken = (weights * (value_scale * lift(kind))[None, :]).to(kind)
     even = tl.dot(taken, even_values, even * fade[:, None], input_precision=PRECISION)

@@ -64,10 +64,11 @@ class KeptNumbers:
 
 
 @triton.jit
-def row_scales(rows, CODES: tl.constexpr):
-    """The scales of rows [n, numbers] float32, zeros behind them: [n] float32, numbers of bfloat16."""
+def as_scales(largest, CODES: tl.constexpr):
+    """Largest numbers of any shape, float32 → the scales that make the largest code of them, alike: numbers of
+    bfloat16."""
     most: tl.constexpr = _FP8_MOST if CODES == FP8 else _INT8_MOST
-    scale = tl.div_rn(tl.max(tl.abs(rows), axis=1), most)
+    scale = tl.div_rn(largest, most)
     bits = tl.minimum(tl.maximum(scale, _LEAST_SCALE), _MOST_SCALE).to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)  # to nearest even
 

@@ -16,10 +16,13 @@ import triton
 from trtrun.kernels.arguments import LatentCall
 from trtrun.kernels.triton.attention.attention_steps import combine_kernel
 from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE, MOST_LATENT_BYTES
+from trtrun.kernels.triton.attention.kv_codes import PLAIN, KeptNumbers
 from trtrun.kernels.triton.attention.latent_kernels import attend_latents_kernel, write_kernel
 from trtrun.kernels.triton.attention.paged_store import copy_tokens
 from trtrun.kernels.triton.early_launch import early
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
+from trtrun.kvcache.formats import PLAIN as PLAIN_KV
+from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionSegment
 
 _SHARE = 128
@@ -46,23 +49,29 @@ class PagedLatents:
 
     tile: int | None = LARGEST_TILE
 
+    def __init__(self, kv_format: KVFormat = PLAIN_KV) -> None:
+        """Read and write a store of this format, one that kernels of GPUs know, without scales of layers."""
+        self._format = kv_format
+
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        copy_tokens(store, source, target, offset)
+        for part in self._format.parts(store):
+            copy_tokens(part, source, target, offset)
 
     def forward(self, call: LatentCall) -> torch.Tensor:
+        kept = KeptNumbers.of(self._format, call.store_layer, None)
         query, turned = call.query.contiguous(), call.turned_query.new_empty(call.turned_query.shape)
         output = torch.empty_like(query)
         for segment in call.batch.segments:
-            _write(call, segment, turned)
+            _write(call, segment, turned, kept)
         for segment in call.batch.segments:
             places = slice(segment.start, segment.stop)
-            _attend(call, segment, query[places], turned[places], output[places])
+            _attend(call, segment, query[places], turned[places], output[places], kept)
         return output
 
 
-def _write(call: LatentCall, segment: AttentionSegment, turned: torch.Tensor) -> None:
+def _write(call: LatentCall, segment: AttentionSegment, turned: torch.Tensor, kept: KeptNumbers) -> None:
     """Keep the latents of a segment's places; `turned` [places of the batch, heads, rotated] gets their queries'."""
     places = slice(segment.start, segment.stop)
     query, latent, key = call.turned_query[places], call.latent[places], call.turned_key[places]
@@ -71,17 +80,24 @@ def _write(call: LatentCall, segment: AttentionSegment, turned: torch.Tensor) ->
     rank = latent.shape[1]
     at_once = min(_MOST_HEADS, _padded(heads))
     write_kernel[(count, triton.cdiv(heads, at_once) + 1)](
-        query, latent, key, cosine, sine, segment.positions, segment.block_tables, call.store_layer, turned[places],
+        query, latent, key, cosine, sine, segment.positions, segment.block_tables, call.store_layer, kept.token_scales,
+        turned[places],
         query.stride(0), query.stride(1), latent.stride(0), key.stride(0),
         segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
         count, segment.queries, heads,
         BLOCK_SIZE=call.store_layer.shape[3], RANK=rank, RANK_PADDED=_padded(rank), TURNED=width,
-        TURNED_PADDED=_padded(width), HEADS=at_once, INTERLEAVED=call.interleaved, num_warps=2, **early(query),
+        TURNED_PADDED=_padded(width), HEADS=at_once, INTERLEAVED=call.interleaved,
+        CODES=kept.codes, num_warps=2, **early(query),
     )  # fmt: skip
 
 
 def _attend(
-    call: LatentCall, segment: AttentionSegment, query: torch.Tensor, turned: torch.Tensor, output: torch.Tensor
+    call: LatentCall,
+    segment: AttentionSegment,
+    query: torch.Tensor,
+    turned: torch.Tensor,
+    output: torch.Tensor,
+    kept: KeptNumbers,
 ) -> None:
     """Attend for a segment's places. Shares have programs of their own where time, and memory, want it so.
 
@@ -90,11 +106,11 @@ def _attend(
         segment: whose places.
         query, turned: of these, [places, heads, rank] and [places, heads, rotated], the latter rotated; contiguous.
         output: like `query`; gets what they attend.
+        kept: how the store has latents.
     """
     heads, rank = query.shape[1:]
     shares = _count_shares(segment.block_tables, call.store_layer)
-    tile = _TILE if segment.queries * heads > _LEAST_TILE else _LEAST_TILE
-    tiles = -(-segment.queries * heads // tile)
+    tiles = -(-segment.queries * heads // _choose_tile(segment.queries * heads))
     row_bytes = segment.queries * heads * shares * (rank + 2) * 4
     is_few = segment.rows * tiles < multiprocessors(query.device)
     is_split = shares > 1 and is_few and row_bytes <= MOST_LATENT_BYTES
@@ -104,7 +120,7 @@ def _attend(
         tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
         _attend_rows(
             call, segment.block_tables[rows], segment.positions[rows], query[tokens], turned[tokens], output[tokens],
-            tile, is_split,
+            kept, is_split,
         )  # fmt: skip
 
 
@@ -115,28 +131,31 @@ def _attend_rows(
     query: torch.Tensor,
     turned: torch.Tensor,
     output: torch.Tensor,
-    tile: int,
+    kept: KeptNumbers,
     is_split: bool,
 ) -> None:
     rows, queries = positions.shape
     tokens, heads, rank = query.shape
     width, store = turned.shape[2], call.store_layer
     shares = _count_shares(tables, store)
+    tile = _choose_tile(queries * heads)
     tiles = -(-queries * heads // tile)
     slots, at_once = tokens * heads * shares if is_split else 0, 1
     if is_split:
         at_once = min(shares, max(1, _PROGRAMS * multiprocessors(query.device) // (rows * tiles)))
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
     partial = query.new_empty((slots, rank), dtype=torch.float32)
-    rank_padded, width_padded = max(_LEAST_WIDTH, _padded(rank)), max(_LEAST_WIDTH, _padded(width))
+    # Codes are dealt with in halves, and being half as many bytes they are loaded further ahead.
+    least, stages = (_LEAST_WIDTH, _STAGES) if kept.codes == PLAIN.value else (2 * _LEAST_WIDTH, _STAGES + 1)
+    rank_padded, width_padded = max(least, _padded(rank)), max(least, _padded(width))
     keys = _keys_of_step(rank_padded + width_padded, query.itemsize, shared_bytes(query.device))
     attend_latents_kernel[(rows, tiles * at_once)](
-        query, turned, store, tables, positions, output, sums, peaks, partial, call.scale,
+        query, turned, kept.numbers, kept.token_scales, tables, positions, output, sums, peaks, partial, call.scale,
         positions.stride(0), positions.stride(1), tables.stride(0), queries, heads, shares, tiles,
         BLOCK_SIZE=store.shape[3], RANK=rank, RANK_PADDED=rank_padded, TURNED=width, TURNED_PADDED=width_padded,
         TILE=tile, SHARE=_SHARE, KEYS=keys, IS_SPLIT=is_split,
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_warps=8, num_stages=_STAGES, **early(query),
+        CODES=kept.codes, num_warps=8, num_stages=stages, **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
@@ -147,10 +166,16 @@ def _attend_rows(
         )  # fmt: skip
 
 
+def _choose_tile(places: int) -> int:
+    """Queries of a program, where a row has so many, heads counted."""
+    return _TILE if places > _LEAST_TILE else _LEAST_TILE
+
+
 @cache
 def _keys_of_step(width: int, itemsize: int, shared: int) -> int:
-    """Keys of a step that fit into so much shared memory beside queries. All programs of a device take the same number:
-    peaks are found step by step, so it shows in the bits."""
+    """Keys of a step that fit into so much shared memory beside queries, be they loaded as they are or as codes, which
+    lie there in half the bytes and widened once. All programs of a device take the same number: peaks are found step by
+    step, so it shows in the bits."""
     keys = _KEYS
     while keys > _LEAST_WIDTH and (_TILE + _STAGES * keys) * width * itemsize > shared:
         keys //= 2

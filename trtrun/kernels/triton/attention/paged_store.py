@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.arguments import AttentionCall
-from trtrun.kernels.triton.attention.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, KeptNumbers, row_scales, to_codes
+from trtrun.kernels.triton.attention.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, KeptNumbers, as_scales, to_codes
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kvcache.segments import AttentionSegment
 
@@ -63,7 +63,7 @@ def _put(
         if HAS_LAYER_SCALES:
             scale = tl.broadcast_to(tl.load(layer_scale), (made.shape[0],))
         else:
-            scale = row_scales(rows, CODES)
+            scale = as_scales(tl.max(tl.abs(rows), axis=1), CODES)
             place = scales + (tile * tile_bytes + BLOCK_SIZE * width) // SCALE_BYTES + within
             tl.store(place, scale[:, None], mask=known)
         tl.store(plane + tile * tile_bytes + within * width + element, to_codes(rows, scale, CODES), mask=mask)
