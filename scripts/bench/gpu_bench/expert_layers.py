@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,20 +70,14 @@ def bytes_of(weight: torch.Tensor | ExpertCodes) -> int:
     return sum(it.numel() * it.itemsize for it in tensors)
 
 
-def measure(shape: _Shape, weights: ExpertWeights, rows: int) -> dict[str, Any]:
-    """One number of rows."""
-    experts = TritonOperations().experts(weights, "silu", 0.0)
-    x = torch.randn(rows, shape.hidden, device="cuda").bfloat16()
-    choices = [
-        choose_experts(torch.randn(rows, shape.experts, device="cuda"), shape.chosen, renormalises=True)
-        for _ in range(LAYERS)
-    ]
-    experts(x, choices[0])
+def time_layers(layers: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of one of `layers`, from a graph of all of them, the median of some runs."""
+    layers[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for choice in choices:
-            experts(x, choice)
+        for layer in layers:
+            layer()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
     graph.replay()
     events[0].record()
@@ -90,7 +86,18 @@ def measure(shape: _Shape, weights: ExpertWeights, rows: int) -> dict[str, Any]:
         event.record()
     torch.cuda.synchronize()
     times = sorted(one.elapsed_time(other) for one, other in pairwise(events))
-    microseconds = times[len(times) // 2] * 1e3 / LAYERS
+    return float(times[len(times) // 2]) * 1e3 / len(layers)
+
+
+def measure(shape: _Shape, weights: ExpertWeights, rows: int) -> dict[str, Any]:
+    """One number of rows."""
+    experts = TritonOperations().experts(weights, "silu", 0.0)
+    x = torch.randn(rows, shape.hidden, device="cuda").bfloat16()
+    choices = [
+        choose_experts(torch.randn(rows, shape.experts, device="cuda"), shape.chosen, renormalises=True)
+        for _ in range(LAYERS)
+    ]
+    microseconds = time_layers([partial(experts, x, choice) for choice in choices])
     read = sum(_count(choice) for choice in choices) / LAYERS / shape.experts
     held = bytes_of(weights.gate_up) + bytes_of(weights.down)
     return {"rows": rows, "us": round(microseconds, 1), "TB/s": round(held * read / microseconds / 1e6, 2)}

@@ -12,22 +12,23 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from trtrun.kernels.torch.experts import Choice
+import trtrun  # noqa: F401, I001
+import torch
+
+from scripts.bench.gpu_bench.expert_layers import time_layers
 from trtrun.kernels.triton import experts as kernels
 
 SHAPES = {"30b-a3b": (128, 768, 2048, 8), "35b-a3b": (256, 512, 2048, 8), "gpt-oss-120b": (128, 2880, 2880, 4)}
 """Experts, features, hidden, and how many a token chooses."""
 
 ROWS = (1, 8, 32, 2048, 8192)
-LAYERS, REPEATS, NAMED = 4, 5, 6
+LAYERS, NAMED = 4, 6
 _SHARED_BYTES = 220_000
 """That a program of an H100 or H200 has, about."""
 
@@ -46,25 +47,6 @@ def candidates(rows: int) -> Iterator[kernels.Tile]:
             yield kernels.Tile(width, depth, warps, stages)
 
 
-def time_layers(layers: list[kernels.TritonExperts], x: torch.Tensor, choices: list[Choice]) -> float:
-    """Microseconds of a layer."""
-    layers[0](x, choices[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer, choice in zip(layers, choices, strict=True):
-            layer(x, choice)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    graph.replay()
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted(one.elapsed_time(other) for one, other in pairwise(events))
-    return float(times[len(times) // 2]) * 1e3 / len(layers)
-
-
 def measure(name: str, rows: int, layers: list[kernels.TritonExperts]) -> dict[str, Any]:
     """One number of rows of a shape: one tile changes, the other stays as it is."""
     experts, _, hidden, chosen = SHAPES[name]
@@ -72,17 +54,18 @@ def measure(name: str, rows: int, layers: list[kernels.TritonExperts]) -> dict[s
     choices = [
         kernels.choose_experts(torch.randn(rows, experts, device="cuda"), chosen, renormalises=True) for _ in layers
     ]
+    calls = [partial(layer, x, choice) for layer, choice in zip(layers, choices, strict=True)]
     height = kernels.tile_rows(rows * chosen, experts)
     used = kernels.TILES[height]
     found: dict[str, Any] = {"shape": name, "rows": rows, "tile_rows": height}
     try:
-        found["us"] = round(time_layers(layers, x, choices), 2)
+        found["us"] = round(time_layers(calls), 2)
         for place, kind in enumerate(("gates", "product")):
             times = {}
             for tile in candidates(height):
                 kernels.TILES[height] = (tile, used[1]) if place == 0 else (used[0], tile)
                 try:
-                    times[tile] = time_layers(layers, x, choices)
+                    times[tile] = time_layers(calls)
                 except Exception as error:  # more shared memory or registers than there are: the next one
                     print(f"{name} {rows} {kind} {tuple(tile)}: {type(error).__name__}", file=sys.stderr)
             best = sorted(times.items(), key=lambda one: one[1])[:NAMED]
