@@ -216,6 +216,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 20,
         "moe_layer_interval": 2,
     },
+    "ministral3": {
+        "head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "mistral": {"head_dim": 24, "sliding_window": None},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9},
     "qwen2_moe": {

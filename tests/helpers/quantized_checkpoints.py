@@ -228,6 +228,15 @@ FORMATS: dict[str, Format] = {
     "fp8": Format(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, write_fp8("tensor")
     ),
+    "fp8 of whole matrices": Format(
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["lm_head"],
+        },
+        write_fp8("tensor", "weight_scale_inv"),
+    ),
     "modelopt FP8": Format(
         {},
         write_fp8("tensor"),

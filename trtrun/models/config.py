@@ -261,6 +261,8 @@ class ModelFamily:
         plan_mtp: of the same as `plan_layers` the layer that drafts, where config.json says that files have one; None
             where it says that they have none, or the family has none. Raises CheckpointError.
         plan_inputs: as `plan_layers` → the plan of inputs of layers beside the residual stream, where these have any.
+        scales_late_queries: whether queries are multiplied by a number that grows behind the context that the model was
+            trained with first: its rows are no longer than that.
     """
 
     defaults: Mapping[str, Any]
@@ -272,6 +274,7 @@ class ModelFamily:
     text_models: Mapping[str, str] = field(default_factory=dict)
     rotates_in_part: bool = False
     head_dim_key: str = "head_dim"
+    scales_late_queries: bool = False
     plan_inputs: Callable[[ModelShape, Mapping[str, Any]], LayerInputsPlan | None] = lambda shape, values: None
     plan_mtp: Callable[[ModelShape, Mapping[str, Any]], MTPPlan | None] = lambda shape, values: None
 
@@ -417,13 +420,16 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=read_number(values, "rms_norm_eps"),
     )
     max_positions = read_size(values, "max_position_embeddings")
+    rope = parse_rope(values, max_positions, head_dim, family.rope_type_of, in_part=family.rotates_in_part)
+    if family.scales_late_queries and rope.original_max_position_embeddings:
+        max_positions = min(max_positions, int(rope.original_max_position_embeddings))
     return ModelConfig(
         **vars(shape),
         architecture=str(architectures[0]),
         vocab_size=read_size(values, "vocab_size"),
         max_position_embeddings=min(max_positions, MOST_POSITIONS),
         tie_word_embeddings=read_flag(values, "tie_word_embeddings"),
-        rope=parse_rope(values, max_positions, head_dim, family.rope_type_of, in_part=family.rotates_in_part),
+        rope=rope,
         layers=tuple(family.plan_layers(shape, values)),
         ends=family.read_ends(values),
         layer_inputs=family.plan_inputs(shape, values),

@@ -146,7 +146,14 @@ def test_large_weights_become_dense_piece_by_piece(
     check_logits(*make_pair(tmp_path, name), tp_size)
 
 
-FP8 = {"compressed-tensors FP8", "compressed-tensors FP8 dynamic", "fp8", "modelopt FP8", "modelopt FP8 per channel"}
+FP8 = {
+    "compressed-tensors FP8",
+    "compressed-tensors FP8 dynamic",
+    "fp8",
+    "fp8 of whole matrices",
+    "modelopt FP8",
+    "modelopt FP8 per channel",
+}
 BLOCKS = {"compressed-tensors FP8 block", "fp8 block", "fp8 block ue8m0"}
 INT4 = {
     "compressed-tensors W4A16": 64,

@@ -150,6 +150,7 @@ def test_a_quantized_text_model_of_another_family(
         ("deepseek_v3", "KimiK25ForConditionalGeneration", "kimi_k2", "language_model.model."),
         ("deepseek_v3", "KimiK25ForConditionalGeneration", "deepseek_v3", "language_model."),
         ("mistral", "Mistral3ForConditionalGeneration", "mistral", "language_model.model."),
+        ("ministral3", "Mistral3ForConditionalGeneration", "ministral3", "language_model.model."),
     ],
 )
 def test_text_models_beside_others(tmp_path: Path, family: str, architecture: str, kind: str, layers: str) -> None:

@@ -187,10 +187,11 @@ def parse_fp8(values: Mapping[str, Any]) -> StoredQuantizations:
     plain = ModuleNames(read_names(values, "modules_to_not_convert", "ignored_layers"))
     block = values.get("weight_block_size")
     is_static = values.get("activation_scheme") == "static"
+    # As transformers calls them, which writes the key without blocks, too. They are multiplied by all the same.
+    scale = "weight_scale_inv" if "weight_block_size" in values else "weight_scale"
     if block is None:
-        layout = Fp8Layout("fp8", "static" if is_static else "token", "tensor")
+        layout = Fp8Layout("fp8", "static" if is_static else "token", "tensor", scale=scale)
     else:
-        scale = "weight_scale_inv"  # they are multiplied by all the same
         layout = Fp8Layout("fp8", "static" if is_static else "group", "block", read_block(block), scale)
     return everywhere(StoredLinear(layout), plain)
 

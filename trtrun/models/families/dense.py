@@ -68,8 +68,35 @@ MISTRAL = MODEL_FAMILIES.register("MistralForCausalLM")(
         model_type="mistral",
     )
 )
+MINISTRAL3 = MODEL_FAMILIES.register("Ministral3ForCausalLM")(
+    ModelFamily(
+        defaults={
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "eos_token_id": 2,
+        },
+        plan_layers=_plan_mistral,
+        model_type="ministral3",
+        scales_late_queries=True,
+    )
+)
 MODEL_FAMILIES.register("Mistral3ForConditionalGeneration")(
-    replace(MISTRAL, text_models={"mistral": "MistralForCausalLM"})
+    replace(MISTRAL, text_models={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"})
 )
 
 
