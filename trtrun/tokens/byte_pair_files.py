@@ -34,6 +34,8 @@ _MOST_BYTES = 1 << 26
 """Of a file: 163,584 tokens take 3 MB."""
 _MOST_PROGRAM_BYTES = 1 << 20
 _MOST_ADDED = 1 << 16
+_LONGEST = 1024
+"""Bytes of a token: all ways to cut it are tried. Kimi-K2's and Mistral's have 256 at most."""
 _END = ""
 """Of a statement, among words."""
 
@@ -127,7 +129,8 @@ def read_tekken(path: Path) -> Tokenizer:
     names = {token.rank: token.token_str for token in told.special_tokens or _OLD_SPECIAL_TOKENS}
     special = [names.get(number, f"<SPECIAL_{number}>") for number in range(min(first, _MOST_ADDED))]
     expected = range(first, first + len(regular))
-    if sorted(ranks.values()) != [*expected] or len({*special}) < first or not {*names} <= {*range(first)}:
+    is_whole = sorted(ranks.values()) == [*expected] and bool(ranks)
+    if not is_whole or len({*special}) < first or not {*names} <= {*range(first)}:
         raise CheckpointError(f"{file}: ids of its tokens are not 0, 1, 2 and so on, each once: copy it again")
     added = {number: AddedToken(name, normalized=False, special=True) for number, name in enumerate(special)}
     made = _make(file, ranks, told.config.pattern, added)
@@ -141,8 +144,10 @@ def _make(file: Path, ranks: Mapping[bytes, int], pattern: str, added: Mapping[i
     """A tokenizer of tokens with their ids, and those that are `added`, by id.
 
     Raises:
-        CheckpointError: the library refuses it, or two tokens are spelled alike.
+        CheckpointError: the library refuses it, two tokens are spelled alike, or one is longer than any is.
     """
+    if max(map(len, ranks)) > _LONGEST:
+        raise CheckpointError(f"{file}: a token has more than {_LONGEST} bytes: copy it again")
     try:
         with RustLibrary("tokenizers"):
             vocabulary, merges = _spell(ranks)

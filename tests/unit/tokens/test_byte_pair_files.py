@@ -140,6 +140,8 @@ def test_mistrals_special_tokens(tekken: tuple[Tokenizer, tiktoken.Encoding], tm
         ({"vocab": [{"rank": 0, "token_bytes": "!"}]}, "no tokens that can be read"),
         ({"vocab": [{"rank": 1, "token_bytes": "YQ=="}]}, "ids of its tokens are not 0, 1, 2"),
         ({"vocab": 3}, "no tokens that can be read"),
+        ({"vocab": [{"rank": 0, "token_bytes": "YWFh" * 1_000_000}]}, "a token has more than 1024 bytes"),
+        ({"vocab": []}, "ids of its tokens are not 0, 1, 2"),
         ({"special_tokens": [{"rank": 30, "token_str": "x"}]}, "ids of its tokens are not 0, 1, 2"),
         ({"special_tokens": [{"rank": 2, "token_str": "<SPECIAL_3>"}]}, "ids of its tokens are not 0, 1, 2"),
         ({"config": {"pattern": "[", "default_vocab_size": 530, "default_num_special_tokens": 30}}, "cannot be made"),
