@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 26
 _MOST_PROGRAM_BYTES = 1 << 20
 _MOST_ADDED = 1 << 16
 _LONGEST = 1024
-"""Bytes of a token: all ways to cut it are tried. Kimi-K2's and Mistral's have 256 at most."""
+"""Bytes of a token: all ways to cut it are tried. Mistral's have 78 at most."""
 _END = ""
 """Of a statement, among words."""
 
