@@ -352,6 +352,82 @@ class MaskedHeads(FeatureHeads[PreparedStep], Protocol[PreparedStep]):
         ...
 
 
+class ReadingHeads(Protocol[PreparedStep]):
+    """Heads on the target ranks that attend in what the target keeps of rows, and keep nothing.
+
+    Attributes:
+        hidden_size, dtype: of states.
+    """
+
+    hidden_size: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> Rows:
+        """The target's."""
+        ...
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that they hold."""
+        ...
+
+    def warm_up(self) -> None:
+        """Make the graphs of what is drafted in rounds, where there are any. Collective."""
+        ...
+
+    def warm_up_rows(self, count: int) -> None:
+        """Run a step as rounds of so many rows do. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators."""
+        ...
+
+    def begin(self, tapped: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states [n, taps, its hidden] → [n, hidden_size], which are fed beside a token."""
+        ...
+
+    def newest(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R] int64: the newest token of each of `rows` [R] int64."""
+        ...
+
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` tokens."""
+        ...
+
+    def follow(
+        self,
+        rows: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: int,
+        keyed: KeyedRanks | None,
+    ) -> torch.Tensor | None:
+        """Feed the newest tokens of `rows` [R] int64 with hidden [R, hidden_size], choose those that follow, feed them,
+        and so on, as one piece of work, at positions [R, steps] int64, -1 for none: the likeliest, or what `keyed`
+        says, whose lengths are the first chosen token's places. [R, steps] int64, equal on all ranks; None where steps
+        have to be run one by one. Collective."""
+        ...
+
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[PreparedStep]:
+        """What `step` needs to feed rows with `tables` [R, blocks] at positions [R, steps]; -1 takes no part."""
+        ...
+
+    def step(self, batch: PreparedStep, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Feed tokens [R] with hidden [R, hidden_size], which may be overwritten; the states [R, hidden_size] behind
+        them. Collective."""
+        ...
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor | None:
+        """[n, vocab] float32 of states [n, hidden_size]; None on ranks of the group that do not decide. Collective."""
+        ...
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the rank that decides has in `tokens`, on all ranks. Collective."""
+        ...
+
+
 class TargetEngine(RoundEngine, Protocol):
     """The forward that verification needs."""
 
