@@ -22,7 +22,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.engine.heads.head_rows import FeatureLayers, HeadRows
-from trtrun.engine.heads.row_heads import ReadingHeads, RowHeads
+from trtrun.engine.heads.running_heads import ReadingHeads, RunningHeads
 from trtrun.engine.heads.stored_heads import MaskedHeads, MaskedLayers, StoredHeads
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError
@@ -211,7 +211,7 @@ class WorkerFactory:
             is_apart=config.drafts_apart,
         )
 
-    def _make_stored_heads(self) -> RowHeads:
+    def _make_stored_heads(self) -> RunningHeads:
         """The heads, with a store of as many blocks as the target's, and more for trees and guesses; or over the
         target's own."""
         kv_format = choose_format(self.config.kv_cache.dtype)

@@ -23,7 +23,7 @@ from trtrun.core.nouns import FedPart, RoundPlan
 from trtrun.engine.draft_paths import copy_blocks
 from trtrun.engine.heads.head_graphs import HeadGraphs, TreeGraphs
 from trtrun.engine.heads.head_rows import FeatureLayers, HeadPaths, HeadRows, HeadSpace, HeadTree
-from trtrun.engine.heads.row_heads import RowHeads
+from trtrun.engine.heads.running_heads import RunningHeads
 from trtrun.engine.start_forwards import tree_depths
 from trtrun.heads.dflash_head import DraftedBlocks
 from trtrun.kvcache.formats import KVFormat
@@ -37,7 +37,7 @@ DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
 """Grow and draw up trees, as in `FeatureHeads` of speculation/protocols.py."""
 
 
-class StoredHeads(RowHeads):
+class StoredHeads(RunningHeads):
     """Heads of one rank with a store of their own, at work on the target's rows; see
     `speculation.protocols.FeatureHeads`."""
 

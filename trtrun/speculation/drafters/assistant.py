@@ -29,7 +29,7 @@ from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.protocols import PreparedStep, ReadingHeads, Rows
 from trtrun.speculation.text_drafts import Suggestion, TextDrafts
 from trtrun.speculation.trees import last_nodes
-from trtrun.tensors import cached_tensor, inference
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 class AssistantDrafter(Drafter, Generic[PreparedStep]):
@@ -136,7 +136,7 @@ class AssistantDrafter(Drafter, Generic[PreparedStep]):
         positions = (lengths - 2).clamp(min=0).unsqueeze(1).expand(-1, plan.draft_len)
         if min(needed) == plan.draft_len:
             return positions.contiguous()
-        steps = torch.arange(plan.draft_len, device=lengths.device)
+        steps = cached_range(0, plan.draft_len, lengths.device)
         return torch.where(steps < cached_tensor(needed, lengths.device).unsqueeze(1), positions, -1)
 
     def _chain(

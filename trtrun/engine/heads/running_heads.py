@@ -19,7 +19,7 @@ from trtrun.sampling.distributions import NUM_KINDS, KeyedRanks
 from trtrun.tensors import cached_range, inference
 
 
-class RowHeads:
+class RunningHeads:
     """Heads of one rank at work.
 
     Attributes:
@@ -82,7 +82,7 @@ class RowHeads:
         return self._rows.tables(rows, blocks)
 
 
-class ReadingHeads(RowHeads):
+class ReadingHeads(RunningHeads):
     """Heads that attend in what the target keeps (`speculation.protocols.ReadingHeads`)."""
 
     def __init__(self, layers: FeatureLayers, fed: HeadRows) -> None:
