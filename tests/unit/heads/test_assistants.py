@@ -88,6 +88,27 @@ def test_drafts_are_what_the_modules_of_transformers_say(
     assert check_drafts(seen, target, head.draft) > 15
 
 
+@pytest.mark.parametrize("family", ["gemma4_small", "gemma4_text"])
+def test_transformers_feeds_them_so(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its assisted generation drafts behind a prompt within the window, where it has read no draft before."""
+    from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as Generator
+
+    seen, original = list[list[int]](), Generator.get_candidates
+
+    def get_candidates(self: Any, input_ids: torch.Tensor, **others: Any) -> Any:
+        found = original(self, input_ids=input_ids, **others)
+        seen.append(found[0][0, input_ids.shape[1] :].tolist())
+        return found
+
+    monkeypatch.setattr(Generator, "get_candidates", get_candidates)
+    target = write_family(tmp_path, family, seed=1)
+    head, reference, prompt = Assistant(target), Reference(target), PROMPTS[0]
+    head.model.generation_config.num_assistant_tokens = 4
+    settings = {"assistant_model": head.model, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    text = reference.model.generate(torch.tensor([prompt]), **settings)[0].tolist()
+    assert next(found for found in seen if found) == head.draft(reference, text[: len(prompt) + 1], 4, 0.0, 0)
+
+
 @pytest.mark.parametrize(
     ("family", "ordered", "draft_len", "kv_dtype"),
     [("gemma4_small", False, 3, "auto"), ("gemma4_text", False, 5, "auto"), ("gemma4_small", True, 1, "int8")],
@@ -174,7 +195,7 @@ def test_wrong_pairs_are_refused(tmp_path: Path) -> None:
         (target, other, "its model_type is 'seed_oss', but method gemma4_mtp drafts with assistants of Gemma 4"),
         (target, pair(target, {"text_config": turned}), "layer 0 attends in the target's layer 2 with a rotation of"),
         (target, pair(target, {"use_ordered_embeddings": True}), "there is no masked_embedding.token_ordering"),
-        (target, pair(target, {"use_ordered_embeddings": False}, ordered=True), "is none that assistants have"),
+        (target, pair(target, {"use_ordered_embeddings": False}, ordered=True), "goes with nothing in its config.json"),
         (target, pair(target, {"num_centroids": 30}, ordered=True), "'num_centroids' is 30, which must divide the 203"),
         (target, zeros, "token_ordering must name each of the 203 tokens once"),
         (target, pair(target, {"quantization_config": {"quant_method": "fp8"}}), "quantized assistants are not supp"),

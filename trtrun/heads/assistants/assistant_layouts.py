@@ -370,4 +370,6 @@ def _check_names(files: Checkpoint, plan: AssistantPlan) -> None:
     if plan.clusters is not None:
         used.add(plan.clusters.ordering)
     if unused := sorted(set(files.names()) - used):
-        raise CheckpointError(f"{files.file(unused[0])}: tensor {shorten(unused[0])} is none that assistants have")
+        raise CheckpointError(
+            f"{files.file(unused[0])}: tensor {shorten(unused[0])} goes with nothing in its config.json"
+        )
