@@ -195,7 +195,7 @@ def test_wrong_pairs_are_refused(tmp_path: Path) -> None:
         (target, other, "its model_type is 'seed_oss', but method gemma4_mtp drafts with assistants of Gemma 4"),
         (target, pair(target, {"text_config": turned}), "layer 0 attends in the target's layer 2 with a rotation of"),
         (target, pair(target, {"use_ordered_embeddings": True}), "there is no masked_embedding.token_ordering"),
-        (target, pair(target, {"use_ordered_embeddings": False}, ordered=True), "goes with nothing in its config.json"),
+        (target, pair(target, {"use_ordered_embeddings": False}, ordered=True), "goes with nothing in config.json"),
         (target, pair(target, {"num_centroids": 30}, ordered=True), "'num_centroids' is 30, which must divide the 203"),
         (target, zeros, "token_ordering must name each of the 203 tokens once"),
         (target, pair(target, {"quantization_config": {"quant_method": "fp8"}}), "quantized assistants are not supp"),
