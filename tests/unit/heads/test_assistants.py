@@ -22,6 +22,7 @@ from launch.jobs.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.errors import TrtrunError
+from trtrun.heads.assistants.assistant_layouts import AssistantPlan
 from trtrun.heads.head_reading import find_heads
 from trtrun.speculation.drafters.assistant import AssistantDrafter
 from trtrun.start import engine_maker
@@ -144,6 +145,38 @@ def test_it_goes_by_texts_where_these_say_more(tmp_path: Path) -> None:
         assert llm.statistics()["num_draft_tokens"] > 30
 
 
+def test_keys_are_read_with_the_targets_own_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its files have scales of layers for keys and values of 8 bits."""
+    target = write_family(tmp_path / "target", "gemma4_small", seed=1, dtype=torch.bfloat16)
+    path = Assistant(target).write(tmp_path / "assistant", torch.bfloat16)
+    weights = load_file(target / "model.safetensors")
+    for index in range(5):
+        weights |= {
+            f"model.layers.{index}.self_attn.{kind}_scale": torch.tensor([0.02 + 0.01 * index]) for kind in "kv"
+        }
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    values = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    section = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    (target / "config.json").write_text(json.dumps({**values, "quantization_config": section}), encoding="utf-8")
+    built, original = list[Any](), AssistantPlan.build
+
+    def build(self: Any, reader: Any, model: Any, communicator: Any) -> Any:
+        built.append((original(self, reader, model, communicator), model))
+        return built[0][0]
+
+    monkeypatch.setattr(AssistantPlan, "build", build)
+    with make_llm(target) as llm:
+        alone = run_alone(llm, PROMPTS, SAMPLING)
+    with make_llm(target, heads=path, speculation=mtp()) as llm:
+        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == alone
+    ((head, model),) = built
+    for one in head._layers:
+        of_target = model.attention_of(one.read)
+        assert one.layer.attention.kv_scales is of_target.kv_scales is not None
+        assert one.layer.attention.backend is of_target.backend
+
+
 def test_it_is_counted_and_told_of(tmp_path: Path) -> None:
     """In bytes as plans say, without a store of its own; by its directory alone, too."""
     target = write_family(tmp_path / "target", "gemma4_small")
@@ -195,7 +228,7 @@ def test_wrong_pairs_are_refused(tmp_path: Path) -> None:
         (target, other, "its model_type is 'seed_oss', but method gemma4_mtp drafts with assistants of Gemma 4"),
         (target, pair(target, {"text_config": turned}), "layer 0 attends in the target's layer 2 with a rotation of"),
         (target, pair(target, {"use_ordered_embeddings": True}), "there is no masked_embedding.token_ordering"),
-        (target, pair(target, {"use_ordered_embeddings": False}, ordered=True), "goes with nothing in config.json"),
+        (target, pair(target, {"use_ordered_embeddings": False}, ordered=True), "goes with nothing in its config.json"),
         (target, pair(target, {"num_centroids": 30}, ordered=True), "'num_centroids' is 30, which must divide the 203"),
         (target, zeros, "token_ordering must name each of the 203 tokens once"),
         (target, pair(target, {"quantization_config": {"quant_method": "fp8"}}), "quantized assistants are not supp"),

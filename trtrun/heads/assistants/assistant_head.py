@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel.communicator import Communicator
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.specs import LayerSpecs
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import RMSNorm
-from trtrun.layers.embedding import KnownLogits
+from trtrun.layers.embedding import DECIDES, KnownLogits
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import Linear
 from trtrun.models.layer_plan import Layer
@@ -44,26 +45,45 @@ class ReadLayer:
     rotary: RotaryEmbedding
 
 
-@dataclass(frozen=True)
-class ChosenClusters:
-    """Which tokens get logits: those of the clusters that go best with a state.
+class ClusteredLogits:
+    """Logits of the tokens in those clusters that go best with a state.
 
-    Attributes:
-        centroids: states to scores of clusters.
-        of_tokens: [V] int64 on the device: the cluster of each token.
+    Args:
+        centroids: states [n, hidden] to scores of clusters.
+        lines: [V, hidden]: of the vocabulary head, one cluster behind the other, all of one size.
+        tokens: [V] int64 on the device: of each line.
         num_chosen: clusters whose tokens get logits.
+        communicator: of the target's tensor-parallel group.
     """
 
-    centroids: Linear
-    of_tokens: torch.Tensor
-    num_chosen: int
+    def __init__(
+        self,
+        centroids: Linear,
+        lines: torch.Tensor,
+        tokens: torch.Tensor,
+        num_chosen: int,
+        communicator: Communicator,
+    ) -> None:
+        self._centroids = centroids
+        self._lines = lines.view(centroids.out_features, -1, lines.shape[1])
+        self._tokens = tokens.view(centroids.out_features, -1)
+        self._num_chosen = num_chosen
+        self._communicator = communicator
 
-    def hide(self, state: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Make logits [n, V] of states [n, hidden] -inf, in place, of tokens in other clusters."""
-        chosen = self.centroids(state).topk(self.num_chosen, dim=1).indices
-        hidden = torch.ones((len(state), self.centroids.out_features), dtype=torch.bool, device=state.device)
-        hidden.scatter_(1, chosen, False)
-        return logits.masked_fill_(hidden.index_select(1, self.of_tokens), -torch.inf)
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """hidden [n, hidden] → [n, V] float32, -inf of tokens in other clusters; None on ranks that do not decide."""
+        if self._communicator.rank != DECIDES:
+            return None
+        count = len(hidden)
+        chosen = self._centroids(hidden).topk(self._num_chosen, dim=1).indices.flatten()
+        lines = self._lines.index_select(0, chosen).view(count, -1, hidden.shape[1])
+        scores = torch.bmm(lines, hidden.unsqueeze(2)).squeeze(2).float()
+        every = torch.full((count, self._tokens.numel()), -torch.inf, dtype=torch.float32, device=hidden.device)
+        return every.scatter_(1, self._tokens.index_select(0, chosen).view(count, -1), scores)
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of the rank that decides, on all ranks; see `KnownLogits.share`."""
+        return tokens if self._communicator.size == 1 else self._communicator.broadcast(tokens, DECIDES)
 
 
 class AssistantHead:
@@ -89,8 +109,7 @@ class AssistantHead:
         layers: Sequence[ReadLayer],
         final_norm: RMSNorm,
         behind: Linear,
-        logits: KnownLogits,
-        clusters: ChosenClusters | None,
+        logits: KnownLogits | ClusteredLogits,
         hidden_size: int,
         target_hidden_size: int,
         dtype: torch.dtype,
@@ -104,7 +123,6 @@ class AssistantHead:
             final_norm: behind the last.
             behind: [n, hidden] to [n, target's hidden].
             logits: of [n, hidden] behind the norm.
-            clusters: tokens that get logits; None for all.
             hidden_size: of layers.
             target_hidden_size: of the target.
             dtype: of activations.
@@ -115,7 +133,6 @@ class AssistantHead:
         self._final_norm = final_norm
         self._behind = behind
         self._logits = logits
-        self._clusters = clusters
         self._own = hidden_size
         self.hidden_size = hidden_size + target_hidden_size
         self.dtype = dtype
@@ -177,6 +194,4 @@ class AssistantHead:
             [n, the target's vocab_size] float32, -inf where a token is in no chosen cluster; None on ranks that do not
             decide.
         """
-        own = state[:, : self._own].contiguous()
-        logits = self._logits(own)
-        return logits if logits is None or self._clusters is None else self._clusters.hide(own, logits)
+        return self._logits(state[:, : self._own].contiguous())

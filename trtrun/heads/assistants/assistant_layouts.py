@@ -40,10 +40,9 @@ from trtrun.weights.quantization_config import find_section
 from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
-    import torch
-
     from parallel.communicator import Communicator
-    from trtrun.heads.assistants.assistant_head import AssistantHead
+    from trtrun.heads.assistants.assistant_head import AssistantHead, ClusteredLogits
+    from trtrun.layers.embedding import KnownLogits
     from trtrun.weights.weight_reader import WeightReader
 
 MODEL_TYPES = {"gemma4_assistant": "Gemma4ForCausalLM", "gemma4_unified_assistant": "Gemma4UnifiedForCausalLM"}
@@ -79,18 +78,38 @@ class ReadingShape(ModelShape):
 
 @dataclass(frozen=True)
 class ClustersPlan:
-    """Which tokens an assistant with ordered embeddings scores: those of the clusters whose centroids go best with its
-    state.
+    """The vocabulary head of an assistant with ordered embeddings, which scores the tokens of those clusters whose
+    centroids go best with its state. Each rank has all of it: it is small, and clusters lie anywhere in the vocabulary.
 
     Attributes:
         centroids: [C, D].
-        ordering: name of the tensor [V] with the tokens of each cluster, one cluster behind the other.
+        head: [V, D].
         num_chosen: clusters whose tokens are scored.
     """
 
     centroids: Weight
-    ordering: str
+    head: Weight
     num_chosen: int
+
+    def build(self, reader: WeightReader, files: Checkpoint, communicator: Communicator) -> ClusteredLogits:
+        """What computes it on this rank.
+
+        Raises:
+            CheckpointError: a token is in no cluster.
+        """
+        import torch
+
+        from trtrun.heads.assistants.assistant_head import ClusteredLogits
+
+        tokens, count = files.integers(_ORDERING), self.head.parts[0].shape[0]
+        if not torch.equal(tokens.sort().values, torch.arange(count)):
+            raise CheckpointError(
+                f"{files.file(_ORDERING)}: {_ORDERING} must name each of the {count} tokens once: it was not saved, or "
+                "is damaged"
+            )
+        tokens = tokens.to(reader.device)
+        lines = reader.tensor(self.head).index_select(0, tokens)
+        return ClusteredLogits(reader.linear(self.centroids), lines, tokens, self.num_chosen, communicator)
 
 
 @dataclass(frozen=True)
@@ -98,14 +117,14 @@ class AssistantPlan:
     """The assistant of a directory (`HeadsPlan`).
 
     Attributes:
-        embedding_and_head: the target's embedding, and its own vocabulary head.
+        embedding_and_head: the target's embedding, and its own vocabulary head; with `clusters` these are its head.
         target_hidden_size: of the target.
         stored: its layers, which read what the target keeps.
         read_layers: the target's layer in whose keys and values each attends.
         before: of the token's embedding and a hidden state of the target's size, in this order, to its own.
         behind: of its own state to one of the target's size.
         final_norm: behind the last layer.
-        clusters: None where it scores all tokens.
+        clusters: its vocabulary head, where it scores some tokens alone.
         taps: the normed end of the target.
     """
 
@@ -118,7 +137,11 @@ class AssistantPlan:
     final_norm: NormPlan
     clusters: ClustersPlan | None
     taps: tuple[int, ...]
-    num_logits = 1
+
+    @property
+    def num_logits(self) -> int:
+        """One, or another one in whose place lines of the head are gathered."""
+        return 1 if self.clusters is None else 2
 
     @property
     def files(self) -> Checkpoint:
@@ -132,9 +155,9 @@ class AssistantPlan:
     @cached_property
     def weights(self) -> Sequence[Weight]:
         layers = [weight for layer in self.stored.layers for weight in layer.weights()]
-        beside = () if self.clusters is None else (self.clusters.centroids,)
-        ends = (*self.before.weights(), *self.behind.weights(), self.final_norm.weight)
-        return [*self.embedding_and_head.weights(), *beside, *ends, *layers]
+        clusters = self.clusters
+        head = self.embedding_and_head.weights() if clusters is None else (clusters.head, clusters.centroids)
+        return [*head, *self.before.weights(), *self.behind.weights(), self.final_norm.weight, *layers]
 
     def target_weights(self, target: ModelConfig) -> Sequence[Weight]:
         return self.embedding_and_head.of_target(target)
@@ -155,16 +178,15 @@ class AssistantPlan:
         Raises:
             CheckpointError: token_ordering does not name each token once.
         """
-        from trtrun.heads.assistants.assistant_head import AssistantHead, ChosenClusters, ReadLayer
+        from trtrun.heads.assistants.assistant_head import AssistantHead, ReadLayer
         from trtrun.layers.decoder_layer import Attention
         from trtrun.models.decoder import CausalLM
 
         assert isinstance(target, CausalLM), "it attends in the target's keys and values"
-        own = self.embedding_and_head.build(reader, target, communicator)
-        clusters: ChosenClusters | None = None
         if self.clusters is not None:
-            of_tokens = self._read_clusters(self.clusters).to(reader.device)
-            clusters = ChosenClusters(reader.linear(self.clusters.centroids), of_tokens, self.clusters.num_chosen)
+            logits: KnownLogits | ClusteredLogits = self.clusters.build(reader, self.files, communicator)
+        else:
+            logits = self.embedding_and_head.build(reader, target, communicator).logits
         layers = []
         for plan, read in zip(self.stored.layers, self.read_layers, strict=True):
             layer, of_target = plan.build(reader), target.attention_of(read)
@@ -174,36 +196,16 @@ class AssistantPlan:
             attention.backend, attention.kv_scales = of_target.backend, of_target.kv_scales
             layers.append(ReadLayer(layer, read, target.rotary_of(read)))
         return AssistantHead(
-            embedding=own.embedding,
+            embedding=target.embed,
             before=reader.linear(*self.before.both),
             layers=layers,
             final_norm=self.final_norm.build(reader),
             behind=reader.linear(*self.behind.both),
-            logits=own.logits,
-            clusters=clusters,
+            logits=logits,
             hidden_size=self.stored.hidden_size,
             target_hidden_size=self.target_hidden_size,
             dtype=target.dtype,
         )
-
-    def _read_clusters(self, plan: ClustersPlan) -> torch.Tensor:
-        """[V] int64: the cluster of each token.
-
-        Raises:
-            CheckpointError: a token is in none.
-        """
-        import torch
-
-        tokens, count = self.files.integers(plan.ordering), self.embedding_and_head.num_lines
-        if not torch.equal(tokens.sort().values, torch.arange(count)):
-            raise CheckpointError(
-                f"{self.files.file(plan.ordering)}: {plan.ordering} must name each of the {count} tokens once: it was "
-                "not saved, or is damaged"
-            )
-        num_clusters = plan.centroids.parts[0].shape[0]
-        of_tokens = torch.empty_like(tokens)
-        of_tokens[tokens] = torch.arange(count) // (count // num_clusters)
-        return of_tokens
 
 
 def is_assistant(names: Collection[str]) -> bool:
@@ -270,7 +272,7 @@ def _plan(files: Checkpoint, values: Mapping[str, Any], target: ModelConfig) -> 
         before=JoiningPlan(_BEFORE, None, 2 * hidden, shape.hidden_size),
         behind=JoiningPlan(_BEHIND, None, shape.hidden_size, hidden),
         final_norm=decoder.final_norm_plan,
-        clusters=_plan_clusters(files, values, shape.hidden_size, target.vocab_size),
+        clusters=_plan_clusters(files, values, shape.hidden_size, ends),
         taps=(target.num_layers + 1,),
     )
     _check_names(files, plan)
@@ -337,11 +339,11 @@ def _attentions(model: ModelConfig) -> tuple[Sequence[str], Sequence[AttentionPl
 
 
 def _plan_clusters(
-    files: Checkpoint, values: Mapping[str, Any], hidden_size: int, vocab_size: int
+    files: Checkpoint, values: Mapping[str, Any], hidden_size: int, ends: EmbeddingAndHeadPlan
 ) -> ClustersPlan | None:
     if not read_flag(values, "use_ordered_embeddings"):
         return None
-    filled = {"num_centroids": 2048, "centroid_intermediate_top_k": 32, **values}
+    filled, vocab_size = {"num_centroids": 2048, "centroid_intermediate_top_k": 32, **values}, ends.num_lines
     count, chosen = read_size(filled, "num_centroids"), read_size(filled, "centroid_intermediate_top_k")
     if vocab_size % count or chosen > count:
         raise CheckpointError(
@@ -353,8 +355,10 @@ def _plan_clusters(
     files.check_integers(_ORDERING)
     if files.shape(_ORDERING) != (vocab_size,):
         raise CheckpointError(f"{_ORDERING} has shape {list(files.shape(_ORDERING))}, not [{vocab_size}]")
-    centroids = Weight((StoredTensor(_CENTROIDS, (Axis(count), Axis(hidden_size))),), "linear")
-    return ClustersPlan(centroids, _ORDERING, chosen)
+    size = Axis(hidden_size)
+    centroids = Weight((StoredTensor(_CENTROIDS, (Axis(count), size)),), "linear")
+    assert ends.head is not None
+    return ClustersPlan(centroids, Weight((StoredTensor(ends.head, (Axis(vocab_size), size)),)), chosen)
 
 
 def _check_names(files: Checkpoint, plan: AssistantPlan) -> None:
@@ -368,7 +372,7 @@ def _check_names(files: Checkpoint, plan: AssistantPlan) -> None:
         for part in weight.parts:
             files.check(part.name, part.shape)
     if plan.clusters is not None:
-        used.add(plan.clusters.ordering)
+        used.add(_ORDERING)
     if unused := sorted(set(files.names()) - used):
         raise CheckpointError(
             f"{files.file(unused[0])}: tensor {shorten(unused[0])} goes with nothing in its config.json"
