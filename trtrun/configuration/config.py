@@ -22,6 +22,7 @@ from trtrun.configuration.drafting.drafting_methods import (
     DraftModelSection,
     check_heads_devices,
     is_unknown,
+    name_method,
     needs_draft_model,
     needs_heads,
     place_heads,
@@ -94,10 +95,12 @@ class RuntimeConfig(Section):
         be where the method is not."""
         if not isinstance(values, dict):
             return values
-        speculation = values.get("speculation")
+        speculation = name_method(values.get("speculation"), values.get("draft"), values.get("target"))
         if needs_draft_model(speculation) and not is_unknown(speculation):
             return values
         placed = {key: value for key, value in values.items() if key not in ("draft", "draft_adapters")}
+        if speculation is not None:
+            placed["speculation"] = speculation
         if needs_heads(speculation):
             heads = place_heads(speculation, values.get("draft"), values.get("target"))
             if heads is not None:

@@ -143,7 +143,8 @@ class HeadsSection(Section):
     """What stands in `draft` where the method drafts with heads, which compute in the target's dtype.
 
     Attributes:
-        model: directory with the heads (safetensors), or `org/name` in the Hugging Face cache. Left out with `mtp`.
+        model: directory with the heads (safetensors), or `org/name` in the Hugging Face cache. Left out with `mtp`,
+            unless it names an assistant of Gemma 4.
         devices: one that the target does not have, on which the head of `eagle`, `eagle3` or `mtp` drafts by itself.
             Left out: heads are shared out over the target's devices.
     """

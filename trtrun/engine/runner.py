@@ -41,6 +41,7 @@ class Engine:
     """One engine rank.
 
     Attributes:
+        store: what it keeps of rows.
         rows: the state of every row.
         vocab_size: of the model's configuration, padding tokens of the checkpoint included.
         tables: see Forwards.
@@ -56,7 +57,7 @@ class Engine:
     ) -> None:
         """Put `model`, this rank's share, to work on `rows`, whose keys and values `store` has."""
         self._model = model
-        self._store = store
+        self.store = self._store = store
         self.rows = rows
         self.capture = shape.capture
         self.vocab_size = model.config.vocab_size

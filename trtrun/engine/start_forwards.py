@@ -210,6 +210,16 @@ def count_head_graphs(shapes: GraphShapes, num_kinds: int, *, has_trees: bool) -
     )
 
 
+def count_chain_graphs(shapes: GraphShapes, num_kinds: int) -> int:
+    """Graphs that a start captures of heads that read what the target keeps; see `ChainGraphs.warm_up`.
+
+    Args:
+        shapes: of the target's graphs.
+        num_kinds: ways to choose of which a step has a graph each.
+    """
+    return num_kinds * sum(len(shapes.widths(rows)) for rows in shapes.numbers_of_rows())
+
+
 def tree_depths(most_depth: int) -> list[int]:
     """How deep trees are that heads draw up as one graph: of any short depth, as pacing asks for, and of the most."""
     return sorted({*range(1, min(most_depth, _SHORT_TREES) + 1), most_depth} - {0})

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trtrun.errors import CheckpointError, shorten
+from trtrun.heads.assistants.assistant_layouts import is_assistant
 from trtrun.heads.eagle_tensors import NAMES, HeadTensors, find_method, sort_names
 from trtrun.heads.head_plan import DecoderHeadPlan
 from trtrun.heads.heads import MEDUSA_FILE
@@ -75,7 +76,7 @@ def find_heads(path: Path) -> str | None:
         return "medusa"
     try:
         files = Checkpoint(path, what="heads")
-        return find_method(files, sort_names(files))
+        return "gemma4_mtp" if is_assistant(files.names()) else find_method(files, sort_names(files))
     except CheckpointError:
         return None
 

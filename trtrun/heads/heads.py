@@ -89,8 +89,8 @@ class HeadsPlan(Protocol):
 
     @property
     def stored(self) -> ModelShape | None:
-        """Their layers that keep keys and values of every token, in blocks of their own beside the target's; None where
-        they keep none."""
+        """Their layers that attend: in keys and values of every token, which they keep in blocks of their own beside
+        the target's, or in those that the target keeps, and keep none. None where none attend."""
         ...
 
     @property

@@ -13,7 +13,7 @@ import torch
 
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.store import LayerCache
-from trtrun.layers.decoder_layer import DecoderLayer, RMSNorm
+from trtrun.layers.decoder_layer import DecoderLayer, Mixer, RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding
 from trtrun.linear.layer import Linear
 
@@ -97,6 +97,11 @@ class ScaledLayer:
     layer: DecoderLayer
     factor: float
     mixer: InputMixer | None
+
+    @property
+    def attention(self) -> Mixer:
+        """What it has of attention."""
+        return self.layer.attention
 
     def attend(
         self,

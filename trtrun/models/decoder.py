@@ -23,7 +23,7 @@ from trtrun.errors import ConfigError
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
-from trtrun.layers.decoder_layer import RMSNorm
+from trtrun.layers.decoder_layer import Attention, RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.layers.rotary import RotaryEmbedding
@@ -242,6 +242,16 @@ class CausalLM:
         """
         if self.device.type == "cpu" and not self.has_overflowed:
             self.has_overflowed = not bool(attended.sum().isfinite())
+
+    def attention_of(self, layer: int) -> Attention:
+        """The attention of a layer, which keeps keys and values: for who attends in these."""
+        found = getattr(self._layers[layer], "attention", None)
+        assert isinstance(found, Attention), "the layer keeps keys and values"
+        return found
+
+    def rotary_of(self, layer: int) -> RotaryEmbedding:
+        """How a layer rotates."""
+        return self._rotary[self._rotary_of_layer[layer]]
 
     def copy_tokens(self, store: KVStore, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
         """Copy all layers' keys and values of single tokens; see `AttentionBackend.copy_tokens`."""

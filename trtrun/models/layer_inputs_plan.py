@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.models.decoder_plan import DecoderPlan
-from trtrun.models.layer_plan import Layer, ModelShape, NormPlan
+from trtrun.models.layer_plan import ModelShape, NormPlan
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
-    from trtrun.layers.layer_inputs import InputMixer, LayerInputs
+    from trtrun.layers.layer_inputs import InputMixer, LayerInputs, ScaledLayer
     from trtrun.weights.weight_reader import WeightReader
 
 _FLOAT_BYTES = 4
@@ -161,7 +161,7 @@ class ScaledLayerPlan(DecoderPlan):
         )
 
     @override
-    def build(self, reader: WeightReader) -> Layer:  # type: ignore[override]
+    def build(self, reader: WeightReader) -> ScaledLayer:  # type: ignore[override]
         from trtrun.layers.layer_inputs import ScaledLayer
 
         layer, factor = super().build(reader), float(reader.tensor(self.factor))

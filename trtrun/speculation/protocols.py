@@ -221,26 +221,19 @@ class PositionHeads(Protocol):
         ...
 
 
-class FeatureHeads(Protocol[PreparedStep]):
-    """Heads that keep keys and values of every token, and draft step by step from hidden states: on the target ranks,
-    or on a rank of their own.
+class RunningHeads(Protocol[PreparedStep]):
+    """Heads that draft step by step from hidden states.
 
     Attributes:
         hidden_size, dtype: of states.
-        tapped_shape: hidden states of the target that are read of a token, and numbers of each.
     """
 
     hidden_size: int
     dtype: torch.dtype
-    tapped_shape: tuple[int, int]
 
     @property
     def rows(self) -> Rows:
         """The target's, or their own."""
-        ...
-
-    def begin_round(self, plan: RoundPlan) -> None:
-        """Take in admissions, drops and blocks, after the target has where the rows are its own."""
         ...
 
     @property
@@ -250,6 +243,45 @@ class FeatureHeads(Protocol[PreparedStep]):
 
     def warm_up(self) -> None:
         """Make the graphs of what is fed and drafted in rounds, where there are any. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators."""
+        ...
+
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` tokens."""
+        ...
+
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[PreparedStep]:
+        """What `step` needs to feed rows with `tables` [R, blocks] at positions [R, steps]; -1 takes no part."""
+        ...
+
+    def step(self, batch: PreparedStep, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Feed tokens [R] with hidden [R, hidden_size], which is overwritten; the states [R, hidden_size] behind them.
+        Collective."""
+        ...
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor | None:
+        """[n, vocab] float32 of states [n, hidden_size]; None on ranks of the group that do not decide. Collective."""
+        ...
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the rank that decides has in `tokens`, on all ranks. Collective."""
+        ...
+
+
+class FeatureHeads(RunningHeads[PreparedStep], Protocol[PreparedStep]):
+    """Heads that keep keys and values of every token: on the target ranks, or on a rank of their own.
+
+    Attributes:
+        tapped_shape: hidden states of the target that are read of a token, and numbers of each.
+    """
+
+    tapped_shape: tuple[int, int]
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Take in admissions, drops and blocks, after the target has where the rows are its own."""
         ...
 
     def feed(self, parts: Sequence[FedPart], context: int) -> torch.Tensor:
@@ -271,30 +303,13 @@ class FeatureHeads(Protocol[PreparedStep]):
         one by one. Collective."""
         ...
 
-    def close(self) -> None:
-        """Give back what must not outlive the communicators."""
-        ...
-
     @property
     def block_size(self) -> int:
         """Tokens of a KV block."""
         ...
 
-    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` tokens."""
-        ...
-
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
-        ...
-
-    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[PreparedStep]:
-        """What `step` needs to feed rows with `tables` [R, blocks] at positions [R, steps]; -1 takes no part."""
-        ...
-
-    def step(self, batch: PreparedStep, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Feed tokens [R] with hidden [R, hidden_size], which is overwritten; the states [R, hidden_size] behind them.
-        Collective."""
         ...
 
     def begin_tree(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> GrowTree:
@@ -319,14 +334,6 @@ class FeatureHeads(Protocol[PreparedStep]):
         as in `begin_tree`. It is one piece of work, which does not look at the host. Collective."""
         ...
 
-    def logits(self, state: torch.Tensor) -> torch.Tensor | None:
-        """[n, vocab] float32 of states [n, hidden_size]; None on ranks of the group that do not decide. Collective."""
-        ...
-
-    def share(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the rank that decides has in `tokens`, on all ranks. Collective."""
-        ...
-
 
 class MaskedHeads(FeatureHeads[PreparedStep], Protocol[PreparedStep]):
     """Heads on the target ranks that keep keys and values of every token, and draft all tokens of a row in one forward.
@@ -349,6 +356,36 @@ class MaskedHeads(FeatureHeads[PreparedStep], Protocol[PreparedStep]):
 
     def warm_up_rows(self, count: int, draft_len: int) -> None:
         """Feed and draft as rounds of so many rows do. Collective."""
+        ...
+
+
+class ReadingHeads(RunningHeads[PreparedStep], Protocol[PreparedStep]):
+    """Heads on the target ranks that attend in what the target keeps of rows, and keep nothing."""
+
+    def warm_up_rows(self, count: int) -> None:
+        """Run a step as rounds of so many rows do. Collective."""
+        ...
+
+    def begin(self, tapped: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states [n, taps, its hidden] → [n, hidden_size], which are fed beside a token."""
+        ...
+
+    def newest(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R] int64: the newest token of each of `rows` [R] int64."""
+        ...
+
+    def follow(
+        self,
+        rows: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: int,
+        keyed: KeyedRanks | None,
+    ) -> torch.Tensor | None:
+        """Feed the newest tokens of `rows` [R] int64 with hidden [R, hidden_size], choose those that follow, feed them,
+        and so on, as one piece of work, at positions [R, steps] int64, -1 for none: the likeliest, or what `keyed`
+        says, whose lengths are the first chosen token's places. [R, steps] int64, equal on all ranks; None where steps
+        have to be run one by one. Collective."""
         ...
 
 

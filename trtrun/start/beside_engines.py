@@ -174,7 +174,7 @@ class RankHeads:
 
     @property
     def keep(self) -> bool:
-        """Whether this rank has heads that keep keys and values of every token."""
+        """Whether this rank has heads that attend, in keys and values of their own or in those of the target."""
         return self.plan_here is not None and self.plan_here.stored is not None
 
     def load_beside(self, target: HeadsTarget, communicator: Communicator) -> None:

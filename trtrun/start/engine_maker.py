@@ -23,6 +23,7 @@ from trtrun.engine.rows import RowState, row_columns
 from trtrun.engine.runner import Engine
 from trtrun.engine.start_forwards import (
     StartLimits,
+    count_chain_graphs,
     count_draft_graphs,
     count_head_graphs,
     count_target_graphs,
@@ -72,6 +73,8 @@ def count_graphs(config: RuntimeConfig, models: JobModels, role: str, prompt_wid
         shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width, max_mixed_tokens=mixes)
         graphs = count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
         method = METHODS[config.speculation.method]
+        if method.reads_keys:
+            return graphs + count_chain_graphs(shapes, 1 + num_kinds)
         keeps_heads = method.num_behind > 0
         if not keeps_heads or config.heads_apart or method.drafts_masked:
             return graphs

@@ -22,6 +22,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.engine.heads.head_rows import FeatureLayers, HeadRows
+from trtrun.engine.heads.running_heads import ReadingHeads, RunningHeads
 from trtrun.engine.heads.stored_heads import MaskedHeads, MaskedLayers, StoredHeads
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError
@@ -210,12 +211,16 @@ class WorkerFactory:
             is_apart=config.drafts_apart,
         )
 
-    def _make_stored_heads(self) -> StoredHeads:
-        """The heads, with a store of as many blocks as the target's, and more for trees and guesses."""
+    def _make_stored_heads(self) -> RunningHeads:
+        """The heads, with a store of as many blocks as the target's, and more for trees and guesses; or over the
+        target's own."""
         kv_format = choose_format(self.config.kv_cache.dtype)
         space, guesses = head_space(self.config, self.num_blocks), 0
         assert self.head_rows is not None
-        if METHODS[self.config.speculation.method].drafts_masked:
+        method = METHODS[self.config.speculation.method]
+        if method.reads_keys:
+            return ReadingHeads(cast(FeatureLayers, self.heads.loaded), self.head_rows)
+        if method.drafts_masked:
             without_graphs = replace(self.head_rows, capture=None, graph_shapes=None)
             return MaskedHeads(cast(MaskedLayers, self.heads.loaded), without_graphs, space, kv_format)
         if self.head_rows.are_own:

@@ -14,7 +14,9 @@ from paged import PagedModel
 from safetensors.torch import load_file
 from test_model_logits import check_logits, prompt_of
 
+from trtrun.configuration.drafting.head_methods import AssistantSection
 from trtrun.errors import CheckpointError
+from trtrun.heads.heads import read_heads
 from trtrun.kvcache.specs import PagedKeysAndValues, SharedKeysAndValues
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig, read_model_config
@@ -142,3 +144,57 @@ def test_the_last_layer_sees_all(tmp_path: Path) -> None:
 def test_what_layers_cannot_be_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden_size", "num_heads", "ordered"),
+    [("E2B", 256, 4, True), ("26B-A4B", 1024, 16, False), ("31B", 1024, 32, False), ("unified", 1024, 16, False)],
+)
+def test_assistants_of_such_sizes_are_read(
+    tmp_path: Path, name: str, hidden_size: int, num_heads: int, ordered: bool
+) -> None:
+    """Tensors are those of transformers' model, on one rank and on four."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    target, text = read(tmp_path / "target", RELEASED[name]), dict(RELEASED[name])
+    for key in ("enable_moe_block", "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"):
+        text.pop(key, None)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    text |= {"num_hidden_layers": 4, "layer_types": kinds, "hidden_size": hidden_size, "intermediate_size": 2048}
+    text |= {"num_attention_heads": num_heads, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0}
+    text |= {"vocab_size_per_layer_input": 0}
+    kind = "gemma4_unified_assistant" if name == "unified" else "gemma4_assistant"
+    config = AutoConfig.for_model(
+        kind, backbone_hidden_size=target.hidden_size, text_config=text, use_ordered_embeddings=ordered
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {key: value.shape for key, value in model.state_dict().items() if key != "lm_head.weight"}
+    write_headers(tmp_path / "assistant", shapes)
+    config.save_pretrained(tmp_path / "assistant")
+    plan = read_heads(tmp_path / "assistant", target, AssistantSection(method="gemma4_mtp"), 4)
+    found = {part.name: part.shape for weight in plan.weights for part in weight.parts}
+    assert found == {key: tuple(shape) for key, shape in shapes.items() if not key.endswith("token_ordering")}
+    last = {kind: index for index, kind in enumerate(target_kinds(target)) if kind in kinds}
+    assert plan.describe().endswith(f"layers {last['sliding_attention']} and {last['full_attention']}")
+
+
+def write_headers(path: Path, shapes: dict[str, Any]) -> None:
+    """A file with tensors of these shapes, which take no room: nothing is written behind its header."""
+    header, end = dict[str, Any](), 0
+    for name, shape in shapes.items():
+        kind, size = ("I64", 8) if name.endswith("token_ordering") else ("BF16", 2)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + size * shape.numel()]}
+        end += size * shape.numel()
+    told = json.dumps(header).encode()
+    path.mkdir()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(told).to_bytes(8, "little") + told)
+        file.truncate(8 + len(told) + end)
+
+
+def target_kinds(target: ModelConfig) -> list[str]:
+    """Types of the target's layers that have keys and values of their own."""
+    kept = [layer.keeps(Share(0, 1))[0] for layer in target.layers]
+    own = [one for one in kept if isinstance(one, PagedKeysAndValues)]
+    return ["full_attention" if one.window is None else "sliding_attention" for one in own]

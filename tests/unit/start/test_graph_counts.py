@@ -6,6 +6,7 @@ only GPUs have kernels for.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from assistant_heads import Assistant
 from checkpoints import make_checkpoint, make_draft
 from eagle3_heads import make_head, write_head
 from eagle_heads import make_eagle_head, write_eagle_head
+from family_checkpoints import write_family
 from pipelines import configuration
 
 from parallel.groups import Groups, open_groups
@@ -113,24 +116,34 @@ def test_a_start_captures_as_many_graphs_as_were_counted(tmp_path: Path, name: s
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 2}, {"eagle_choices": [[0], [1]]}])
-def test_graphs_of_heads_that_keep_keys_and_values_are_counted_with_the_targets(
-    tmp_path: Path, tree: dict[str, Any], method: str
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [
+        *itertools.product(("eagle", "eagle3"), ({}, {"eagle_topk": 2}, {"eagle_choices": [[0], [1]]})),
+        ("gemma4_mtp", {}),
+    ],
+)
+def test_graphs_of_heads_that_attend_are_counted_with_the_targets(
+    tmp_path: Path, method: str, tree: dict[str, Any]
 ) -> None:
     """Nodes of trees are fed through one, and chosen without."""
     shape = {"num_hidden_layers": 7, "max_position_embeddings": 600}
-    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1, **shape)
+    target = tmp_path / "target"
+    if method == "gemma4_mtp":
+        write_family(target, "gemma4_small", max_position_embeddings=600)
+        heads = Assistant(target).write(tmp_path / "assistant")
+    else:
+        make_checkpoint(target, "LlamaForCausalLM", seed=1, **shape)
     if method == "eagle":
         heads = write_eagle_head(tmp_path / "head", make_eagle_head(target), "reference", target)
-    else:
+    elif method == "eagle3":
         heads = write_head(tmp_path / "head", make_head(target), "reference", target)
     settings: dict[str, Any] = {"speculation": {"method": method, **tree}, "scheduler": {"max_batch_size": 5}}
     config = configuration(target, None, heads=heads, **settings)
     topology = make_topology(config)
     startup = RankStartup(JobSpec(config), 0, open_groups(None, topology, CPU))
     startup.load(lambda done, total: None)
-    engines = startup._made.engines(StoreSize(9))
+    engines = startup._made.engines(StoreSize(9, 9))
     worker = startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker()
     startup._made.warm_up(worker, engines)
     assert worker.drafter is not None and worker.drafter.num_graphs > 5

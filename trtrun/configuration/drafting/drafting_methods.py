@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from parallel.topology import Role
 from trtrun.configuration.drafting.head_methods import (
+    AssistantSection,
     DFlashSection,
     Eagle3Section,
     EagleSection,
@@ -110,6 +111,13 @@ METHODS |= {
         drafts_from_target=True,
         may_sit_apart=True,
         num_behind=1,
+        with_files="gemma4_mtp",
+    ),
+    "gemma4_mtp": _on_target(
+        section=AssistantSection,
+        to_check="see whether the assistant was released for this very target, and for texts like these",
+        needs_heads=True,
+        reads_keys=True,
     ),
     **dict.fromkeys(
         ("dflash", "dspark"),
@@ -144,6 +152,18 @@ def needs_heads(speculation: object) -> bool:
     return method is not None and method.needs_heads
 
 
+def name_method(speculation: object, draft: object, target: object) -> object:
+    """The `speculation` section with the method that is meant where heads that lie in the target's own files as a rule
+    have a directory of their own. All are as the YAML file has them."""
+    method = _method_of(speculation)
+    if method is None or method.with_files is None or not isinstance(speculation, Mapping):
+        return speculation
+    if not isinstance(draft, Mapping) or not isinstance(target, Mapping):
+        return speculation
+    is_own = draft.get("model") in (None, target.get("model"))
+    return speculation if is_own else {**speculation, "method": method.with_files}
+
+
 def place_heads(speculation: object, draft: object, target: object) -> object:
     """What `draft` says of heads, with the target's directory where the method's heads lie in that; None where it says
     nothing. All are as the YAML file has them.
@@ -169,7 +189,10 @@ def check_heads_devices(method: str, devices: Sequence[str], target_devices: Seq
         ValueError: the method's heads cannot have any, the target has one of them, or there are several.
     """
     if not METHODS[method].may_sit_apart:
-        raise ValueError(f"draft.devices: heads of method {method} sit on the target's devices: leave it out or null")
+        why = ", whose keys and values they read" if METHODS[method].reads_keys else ""
+        raise ValueError(
+            f"draft.devices: heads of method {method} sit on the target's devices{why}: leave it out or null"
+        )
     shared = [device for device in devices if device in target_devices]
     if shared:
         raise ValueError(

@@ -215,6 +215,12 @@ class MTPSection(EagleSection):
     """
 
 
+class AssistantSection(HybridOptions, SpeculationSection):
+    """Options of `gemma4_mtp`. The head is an assistant of a Gemma 4 target (`-it-assistant`), which attends in the
+    target's own keys and values and keeps none: `mtp` means it where `draft.model` names one. Drafts are chains.
+    """
+
+
 class DFlashSection(HybridOptions, SpeculationSection):
     """Options of `dflash` and `dspark`. Their heads draft all tokens of a row in one forward, of its newest token and
     mask tokens behind it; draft_len is at most what a head was trained for. In DSpark, what is said of a place depends

@@ -261,6 +261,8 @@ class DraftingMethod:
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
         drafts_masked: whether its heads draft all tokens of a row in one forward, without graphs on GPUs.
+        reads_keys: whether its heads attend in the target's own keys and values, and keep none.
+        with_files: of heads in the target's own files, the method that is meant where `draft` names other files.
     """
 
     placement: Role | None
@@ -274,6 +276,8 @@ class DraftingMethod:
     may_sit_apart: bool = False
     num_behind: int = 0
     drafts_masked: bool = False
+    reads_keys: bool = False
+    with_files: str | None = None
 
 
 _ELSEWHERE = {

@@ -13,32 +13,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trtrun.engine.graphs.decode_graphs import MOST_STEPS
-from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture, GraphCache
+from trtrun.engine.graphs.graph_cache import Capture, GraphCache
 from trtrun.engine.graphs.graph_shapes import GraphShapes
+from trtrun.engine.heads.chain_graphs import ChainGraphs, Shape
 from trtrun.engine.heads.head_rows import FeatureLayers
 from trtrun.engine.start_forwards import MOST_TREE_ROWS, count_head_graphs, count_tree_graphs
-from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.sampling.distributions import NUM_KINDS, KeyedRanks
-from trtrun.sampling.filters import argmax
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What graphs are told apart by: `choices` is how tokens are chosen where any are, `work` the kind of work."""
-
-    work: str
-    rows: int
-    queries: int = 1
-    blocks: int = 0
-    choices: Hashable = None
-
-
-class HeadGraphs(GraphCache):
-    """Graphs of one rank's heads."""
+class HeadGraphs(ChainGraphs):
+    """Graphs of one rank's heads that are fed what rows gain."""
 
     def __init__(
         self,
@@ -65,17 +52,13 @@ class HeadGraphs(GraphCache):
         """
         # All that a start makes are kept: which rounds need them is not known.
         num_made = count_head_graphs(shapes, 1 + NUM_KINDS, has_trees=most_fed > 0)
-        super().__init__(capture, max(MOST_GRAPHS, num_made))
-        self.shapes = shapes
+        super().__init__(layers, store, capture, shapes, num_made)
         self._most_fed = most_fed
-        self._layers = layers
-        self._store = store
         self._width = shapes.numbers_of_queries(1)[0]
         device, most = store.device, max_rows * self._width
         # All graphs read hidden states from one place, and write states to one.
         self._tapped = torch.zeros((most, *tapped), dtype=layers.dtype, device=device)
         self._states = torch.zeros((most, layers.hidden_size), dtype=layers.dtype, device=device)
-        self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
 
     def takes(self, queries: int) -> bool:
         """Whether `feed` has graphs for so many tokens of rows."""
@@ -120,7 +103,7 @@ class HeadGraphs(GraphCache):
         rows, queries = tokens.shape
         count = self.shapes.rows(rows)
         width = self.shapes.queries(count, queries)
-        shape = _Shape("feed", count, width, tables.shape[1])
+        shape = Shape("feed", count, width, tables.shape[1])
         states = self._states[: count * width]
 
         def work(
@@ -159,7 +142,7 @@ class HeadGraphs(GraphCache):
             [n, hidden]: the states behind them, valid until the next call.
         """
         nodes = self.shapes.rows(rows) * self._most_fed
-        shape, states = _Shape("grow", nodes, 1, tables.shape[1]), self._states[:nodes]
+        shape, states = Shape("grow", nodes, 1, tables.shape[1]), self._states[:nodes]
 
         def fixed() -> list[torch.Tensor]:
             made = [tokens.new_zeros(nodes), positions.new_zeros((nodes, 1))]
@@ -188,22 +171,14 @@ class HeadGraphs(GraphCache):
             [R, steps + 1] int64, equal on all ranks.
         """
         first = self._choose_first(hidden, keyed)
-        parts, token = [first.unsqueeze(1)], first
-        for start in range(0, positions.shape[1], MOST_STEPS):
-            at = None if keyed is None else replace(keyed, lengths=keyed.lengths + 1 + start)
-            part = positions[:, start : start + MOST_STEPS]
-            chosen, hidden = self._steps(token, part, tables, hidden, at)
-            if start + MOST_STEPS < positions.shape[1]:  # what comes next is written over what graphs give
-                chosen, hidden = chosen.clone(), hidden.clone()
-            parts.append(chosen)
-            token = chosen[:, -1]
-        return torch.cat(parts, dim=1)
+        behind = None if keyed is None else replace(keyed, lengths=keyed.lengths + 1)
+        return torch.cat((first.unsqueeze(1), self.follow(first, hidden, positions, tables, behind)), dim=1)
 
     def _choose_first(self, hidden: torch.Tensor, keyed: KeyedRanks | None) -> torch.Tensor:
         """[R] int64 behind hidden [R, hidden]."""
         rows = len(hidden)
         places = self._first_step.new_zeros((rows, 1))  # no token is fed, so that they do not matter
-        shape = _Shape("first", self.shapes.rows(rows), choices=None if keyed is None else keyed.kind)
+        shape = Shape("first", self.shapes.rows(rows), choices=None if keyed is None else keyed.kind)
 
         def work(
             token: torch.Tensor, places: torch.Tensor, hidden: torch.Tensor, *parameters: torch.Tensor
@@ -219,73 +194,6 @@ class HeadGraphs(GraphCache):
         captured = self._ready(shape, fixed, work, None, (None, places, hidden, *parameters))
         captured.replay()
         return captured.inputs[0][:rows]
-
-    def _steps(
-        self,
-        token: torch.Tensor,
-        positions: torch.Tensor,
-        tables: torch.Tensor,
-        hidden: torch.Tensor,
-        keyed: KeyedRanks | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [R, steps] behind `token` [R], and the states [R, hidden] behind the last that was fed."""
-        rows, steps = positions.shape
-        choices = None if keyed is None else keyed.kind
-        shape = _Shape("step", self.shapes.rows(rows), 1, tables.shape[1], choices)
-
-        def work(
-            token: torch.Tensor,
-            positions: torch.Tensor,
-            tables: torch.Tensor,
-            step: torch.Tensor,
-            chosen: torch.Tensor,
-            hidden: torch.Tensor,
-            *parameters: torch.Tensor,
-        ) -> torch.Tensor:
-            where = positions.index_select(1, step)
-            hidden.copy_(self._forward(token.unsqueeze(1), where, tables, hidden))
-            found = self._choose(hidden, keyed, parameters)
-            chosen.index_copy_(1, step, found.unsqueeze(1))
-            step.add_(1)
-            if parameters:
-                parameters[1].add_(1)  # lengths
-            return found
-
-        def fixed() -> list[torch.Tensor]:
-            count = shape.rows
-            made = [token.new_zeros(count), positions.new_zeros((count, MOST_STEPS))]
-            made += [tables.new_zeros((count, shape.blocks)), self._first_step.clone()]
-            made += [token.new_zeros((count, MOST_STEPS)), hidden.new_zeros((count, hidden.shape[1]))]
-            return made if keyed is None else [*made, *(tensor.new_zeros(count) for tensor in keyed.parameters)]
-
-        parameters = () if keyed is None else keyed.parameters
-        inputs = (token, positions, tables, self._first_step, None, hidden, *parameters)
-        captured = self._ready(shape, fixed, work, None, inputs)
-        for _ in range(steps):
-            captured.replay()
-        return captured.inputs[4][:rows, :steps], captured.inputs[5][:rows]
-
-    def _forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, hidden: torch.Tensor
-    ) -> torch.Tensor:
-        rows, queries = tokens.shape
-        segment = AttentionSegment(0, rows, queries, tables, positions)
-        batch = AttentionBatch([segment], self._store.block_size)
-        at = positions.reshape(-1).clamp(min=0)
-        return self._layers.forward(tokens.reshape(-1), at, hidden, batch, self._store)
-
-    def _choose(
-        self, hidden: torch.Tensor, keyed: KeyedRanks | None, parameters: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        """[R] int64 behind states [R, hidden], equal on all ranks."""
-        logits = self._layers.logits(hidden)
-        if logits is None:
-            found = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        elif keyed is None:
-            found = argmax(logits)
-        else:
-            found = keyed.rank(logits, 0, 1, *parameters)[:, 0]
-        return self._layers.share(found)
 
 
 TreeWork = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

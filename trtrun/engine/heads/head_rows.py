@@ -41,6 +41,7 @@ class HeadRows:
         capture: makes graphs; None where there are none.
         graph_shapes: of these.
         are_own: whether nobody else takes plans in for the rows.
+        store: what the target keeps of them; None on a rank of the heads' own.
     """
 
     rows: RowState
@@ -48,11 +49,12 @@ class HeadRows:
     capture: Capture | None
     graph_shapes: GraphShapes | None
     are_own: bool = False
+    store: KVStore | None = None
 
     @classmethod
     def of(cls, target: Engine) -> HeadRows:
         """Take the rows of a target, which taps what heads read."""
-        return cls(target.rows, target.tapped_shape, target.capture, target.graph_shapes)
+        return cls(target.rows, target.tapped_shape, target.capture, target.graph_shapes, store=target.store)
 
 
 class FeatureLayers(Protocol):

@@ -17,15 +17,17 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from trtrun.core.nouns import FedPart, RoundPlan
 from trtrun.engine.draft_paths import copy_blocks
 from trtrun.engine.heads.head_graphs import HeadGraphs, TreeGraphs
 from trtrun.engine.heads.head_rows import FeatureLayers, HeadPaths, HeadRows, HeadSpace, HeadTree
+from trtrun.engine.heads.running_heads import RunningHeads
 from trtrun.engine.start_forwards import tree_depths
 from trtrun.heads.dflash_head import DraftedBlocks
 from trtrun.kvcache.formats import KVFormat
-from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.sampling.distributions import KeyedRanks
 from trtrun.tensors import cached_range, cached_tensor, inference
@@ -35,8 +37,9 @@ DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
 """Grow and draw up trees, as in `FeatureHeads` of speculation/protocols.py."""
 
 
-class StoredHeads:
-    """Heads of one rank at work on the target's rows; see `speculation.protocols.FeatureHeads`."""
+class StoredHeads(RunningHeads):
+    """Heads of one rank with a store of their own, at work on the target's rows; see
+    `speculation.protocols.FeatureHeads`."""
 
     def __init__(
         self, layers: FeatureLayers, fed: HeadRows, space: HeadSpace, kv_format: KVFormat, num_guessed_blocks: int = 0
@@ -44,12 +47,10 @@ class StoredHeads:
         """Have `layers` keep what they keep of the rows `fed`, in a store of as many blocks as the target's has for
         rows, behind them those of `space`, and behind these `num_guessed_blocks` of guesses, in a format; through
         graphs where `fed` has any."""
-        self._layers = layers
-        self.rows = self._rows = rows = fed.rows
-        self._are_own = fed.are_own
+        rows, self._are_own = fed.rows, fed.are_own
         first_guessed = space.first_block + space.num_blocks
         self._guessed = range(first_guessed, first_guessed + num_guessed_blocks)
-        self._store = KVStore(
+        store = KVStore(
             layers.keeps,
             space.first_block + space.num_blocks + num_guessed_blocks,
             rows.block_size,
@@ -57,22 +58,16 @@ class StoredHeads:
             rows.device,
             kv_format,
         )
-        if rows.device.type == "cuda":  # where growing would hold up a round
-            layers.reserve_positions(-(-rows.token_ids.shape[1] // rows.block_size) * rows.block_size)
-        self._graphs: HeadGraphs | None = None
+        graphs: HeadGraphs | None = None
         self._tree_graphs: TreeGraphs | None = None
         if fed.capture is not None and fed.graph_shapes is not None:
-            taken = (layers, self._store, fed.capture, fed.graph_shapes, space.max_rows)
-            self._graphs = HeadGraphs(*taken, fed.tapped_shape, most_fed=space.most_fed)
+            taken = (layers, store, fed.capture, fed.graph_shapes, space.max_rows)
+            graphs = HeadGraphs(*taken, fed.tapped_shape, most_fed=space.most_fed)
             if space.most_fed:
                 self._tree_graphs = TreeGraphs(fed.capture, fed.graph_shapes, rows.max_draft_len)
-        self._paths = HeadPaths(space, rows, self._store) if space.most_fed else None
-        self.block_size = rows.block_size
-        self.tapped_shape = fed.tapped_shape
-        self.hidden_size = layers.hidden_size
-        self.dtype = layers.dtype
-        self.logits = layers.logits
-        self.share = layers.share
+        super().__init__(layers, fed, store, graphs)
+        self._graphs: HeadGraphs | None = graphs
+        self._paths = HeadPaths(space, rows, store) if space.most_fed else None
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take the plan in where the rows are their own, and clear what rows get to write to, where it may hold what is
@@ -84,21 +79,16 @@ class StoredHeads:
             if self._paths is not None:
                 self._paths.clear(cached_tensor(plan.decode_rows.tolist(), self._rows.device))
 
-    def warm_up(self) -> None:
-        """Make all graphs, where there are any. Collective over the group."""
-        if self._graphs is not None:
-            self._graphs.warm_up(self._rows.sampling)
-
     @property
+    @override
     def num_graphs(self) -> int:
-        """Graphs that are held."""
-        return sum(graphs.num_graphs for graphs in (self._graphs, self._tree_graphs) if graphs is not None)
+        return super().num_graphs + (self._tree_graphs.num_graphs if self._tree_graphs is not None else 0)
 
+    @override
     def close(self) -> None:
-        """Give back what must not outlive the communicators. Nothing runs afterwards."""
-        for graphs in (self._graphs, self._tree_graphs):
-            if graphs is not None:
-                graphs.close()
+        super().close()
+        if self._tree_graphs is not None:
+            self._tree_graphs.close()
 
     def feed(self, parts: Sequence[FedPart], context: int) -> torch.Tensor:
         """Feed rows some tokens each.
@@ -148,21 +138,9 @@ class StoredHeads:
             return None
         return self._graphs.draft(hidden, positions, self.tables(rows, context), keyed)
 
-    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[StepBatch]:
-        """What `step` takes, in order, to feed rows with block tables [R, blocks] one token each at positions
-        [R, steps] int64, -1 where a row takes no part."""
-        count, queries = positions.shape
-        whole = AttentionBatch([AttentionSegment(0, count, queries, tables, positions)], self._rows.block_size)
-        return [StepBatch(whole, step) for step in range(queries)]
-
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
         copy_blocks(self._store, source, target)
-
-    def step(self, batch: StepBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Feed tokens [R] int64 with hidden [R, hidden], which is overwritten; the states [R, hidden] behind them."""
-        positions = batch.segments[0].positions.reshape(-1).clamp(min=0)
-        return self._layers.forward(tokens, positions, hidden, batch, self._store)
 
     def begin_tree(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> GrowTree:
         """What feeds trees of `rows` [R] depth by depth, at positions [R, steps] int64, -1 where a row takes no part;
@@ -217,13 +195,6 @@ class StoredHeads:
         batch = AttentionBatch([AttentionSegment(0, len(fed), 1, tables, positions)], self._rows.block_size)
         states = self._layers.forward(fed, positions.reshape(-1).clamp(min=0), taken, batch, self._store)
         return states.view(*tokens.shape, -1)
-
-    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` positions."""
-        blocks = -(-context // self._rows.block_size)
-        if self._graphs is not None:
-            blocks = self._graphs.shapes.blocks(blocks, len(rows))
-        return self._rows.tables(rows, blocks)
 
 
 def _taken(hidden: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ _OF_LAYERS = {"head_dim", "num_key_value_heads"}
 
 def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
     _check_values(values)
-    kinds, window = _read_kinds(shape, values), read_window(values)
+    kinds, window = read_kinds(shape.num_layers, values), read_window(values)
     shapes, shared = _read_shapes(shape, values, kinds), _read_shared(values, kinds)
     has_bias, equals = read_flag(values, "attention_bias"), read_flag(values, "attention_k_eq_v")
     ropes = {kind: _read_rope(values, kind, shapes[kinds.index(kind)]) for kind in set(kinds)}
@@ -100,9 +100,9 @@ def _check_values(values: Mapping[str, Any]) -> None:
         )
 
 
-def _read_kinds(shape: ModelShape, values: Mapping[str, Any]) -> list[str]:
+def read_kinds(num_layers: int, values: Mapping[str, Any]) -> list[str]:
     """The type of each layer; the last one sees all, whatever config.json says, as in transformers."""
-    usual = [SLIDING if (index + 1) % _FULL_PERIOD else FULL for index in range(shape.num_layers)]
+    usual = [SLIDING if (index + 1) % _FULL_PERIOD else FULL for index in range(num_layers)]
     return [*read_layer_types(values, usual)[:-1], FULL]
 
 
