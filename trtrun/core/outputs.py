@@ -250,3 +250,10 @@ class StartReport:
     """All ranks' reports, in rank order."""
 
     ranks: tuple[RankReport, ...] = field(default_factory=tuple)
+
+    def phase_seconds(self) -> dict[str, float]:
+        """What phases of the start took, in order, on the rank that was the last in each."""
+        found: dict[str, float] = {}
+        for phase, seconds in (item for rank in self.ranks for item in rank.start_seconds.items()):
+            found[phase] = max(seconds, found.get(phase, 0.0))
+        return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from pathlib import Path
 from launch.exit_codes import ExitCode, FailedError
 from launch.jobs.check.rank_check import check_before_run
 from launch.jobs.mpi.job import finish_mpi
-from launch.jobs.mpi.start_progress import StartProgress
+from launch.jobs.mpi.start_progress import STARTED, StartProgress
 from launch.jobs.terminal import Bar
 from launch.serve.engine.handshake import connect, hash_config, hash_files
 from launch.serve.engine.keeper import find_late, is_watched
@@ -65,6 +66,8 @@ async def describe_engine(llm: AsyncLLM) -> Ready:
         limits=limits,
         memory=_memory(llm.report),
         files=hash_files(llm.config) | others,
+        start_seconds=time.monotonic() - STARTED,
+        start_phases=llm.report.phase_seconds(),
     )
 
 

@@ -7,6 +7,7 @@ configuration and the same files, and has the same room.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class EngineEvents:
         on_recovery: it gets on again.
         on_restart: it is started again; with a line for the user.
         on_early_end: it was killed before it was up; the same.
+        on_return: it is up again; with a line for the user, which says what the seconds went to.
     """
 
     on_ready: Callable[[], None]
@@ -38,6 +40,18 @@ class EngineEvents:
     on_recovery: Callable[[], None]
     on_restart: Callable[[str], None]
     on_early_end: Callable[[str], None]
+    on_return: Callable[[str], None]
+
+
+def describe_return(seconds: float, ready: Ready) -> str:
+    """That an engine is up again so many seconds after the end of the one before, and what these went to."""
+    phases = ready.start_phases
+    before = max(0.0, seconds - ready.start_seconds)
+    meeting = max(0.0, ready.start_seconds - sum(phases.values()))
+    named = {"until its ranks ran": before, "imports and meeting": meeting, **phases}
+    return f"the engine is up again after {seconds:.1f} s: " + "; ".join(
+        f"{name} {taken:.1f}" for name, taken in named.items()
+    )
 
 
 class RestartedEngine:
@@ -63,6 +77,7 @@ class RestartedEngine:
         self._first: Ready | None = None
         self._change: str | None = None
         self._keeper: EngineKeeper | None = None
+        self._ended_at: float | None = None
         launch, self._is_alone = config.launch, is_watched(config)
         silent = launch.heartbeat_seconds * (1 if self._is_alone else SILENT_TIMES)
         self._watch = EngineWatch(silent, launch.start_seconds if self._is_alone else None)
@@ -80,6 +95,9 @@ class RestartedEngine:
         def begin() -> None:
             keeper.note_up()
             events.on_ready()
+            if self._ended_at is not None and self.engine.ready is not None:
+                events.on_return(describe_return(time.monotonic() - self._ended_at, self.engine.ready))
+            self._ended_at = None
 
         def lose() -> None:
             self._watch.forget()
@@ -139,6 +157,7 @@ class RestartedEngine:
 
     def _may_restart(self) -> bool:
         """Whether the engine that has ended may be started again."""
+        self._ended_at = self._ended_at or time.monotonic()  # one that ended at its start was never up
         self.engine.drop()
         number = self.engine.take_loss()
         if self._limit.allow(number):

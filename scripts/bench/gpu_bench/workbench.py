@@ -137,9 +137,7 @@ class Workbench:
 
     def pair(self, name: str) -> Pair:
         """A pair of shapes; a tiny one on CPU slots."""
-        tiny = next((f"tiny{end}" for end in ("-parallel", "-repeating", "-int4") if name.endswith(end)), "tiny")
-        tiny = "tiny-experts" if name == "30b-a3b" else tiny
-        return PAIRS[tiny if self.options.kind == "cpu" else name]
+        return PAIRS[PAIRS[name].tiny if self.options.kind == "cpu" else name]
 
     def model(self, shape: str) -> Path:
         """The directory of a shape, made when it is first asked for."""
@@ -173,7 +171,8 @@ class Workbench:
             pair: of PAIRS.
             placement: who sits where.
             job: which of the placement's jobs.
-            drafts: whether there is a draft; else the target runs alone, or drafts itself by a `method`.
+            drafts: whether there is a draft; else the target runs alone, or drafts itself by a `method`, whose heads
+                have the draft's device where this is not the target's.
             files: read weights from files, which are there.
             most_rows: that run at once, where they are more than the usual ones.
             as_shipped: leave the settings of speculation at their defaults; else rounds are all alike.
@@ -197,6 +196,8 @@ class Workbench:
             of_models = {"draft_len": shapes.draft_len, "ahead": "off"} if heads is None else {}
             alike = {"pacing": "fixed", **of_models, **speculation}
             values["speculation"] = speculation if as_shipped else alike
+        elif "method" in speculation and placement.is_apart:
+            values["draft"] = {"devices": draft}
         if pair.startswith("70b"):
             for role, name in (("target", options.target_quantization), ("draft", options.draft_quantization)):
                 if name != "none" and role in values:

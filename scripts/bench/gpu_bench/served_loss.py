@@ -1,0 +1,52 @@
+"""A rank of a server is killed under streams: whether all end with the tokens that they would have had, how long they
+wait, and what they wait for.
+
+It knows serve_chaos.py's JSON. It does not know when it runs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from scripts.bench.gpu_bench.placements import Placement
+from scripts.bench.gpu_bench.workbench import Workbench
+from scripts.harness.children import ChildError, run
+from scripts.harness.processes import ROOT
+
+CHAOS = ROOT / "scripts" / "soak" / "serve_chaos.py"
+KILLS = 2
+STREAMS = {"cuda": 24, "cpu": 4}
+_PIECE = re.compile(r"([a-z][^:;]*?) (\d+\.\d)(?:;|$)")
+
+
+def read_pieces(told: str) -> dict[str, float]:
+    """What the line says that an engine is up again: seconds by what they went to; none where it is another line."""
+    _, _, pieces = told.partition(" s: ")
+    return {name.strip(): float(seconds) for name, seconds in _PIECE.findall(pieces)}
+
+
+def play_served_loss(bench: Workbench, placement: Placement, rank: int) -> None:
+    """A server of the 8B pair, all of whose clients stream; a rank is killed KILLS times.
+
+    Raises:
+        ChildError: a text was another one, or a stream did not end with its text.
+    """
+    config = bench.config("8b", placement)
+    words = [sys.executable, CHAOS, "--config", config, "--clients", STREAMS[bench.options.kind], "--kills", KILLS]
+    ended = run([*words, "--victims", f"rank {rank}", "--streams-all"], bench.folder, bench.deadline)
+    report = ended.last_json()
+    bench.keep({"killed": rank, "report": report})
+    each = report["victims"][f"rank {rank}"]["each"]
+    pieces = [read_pieces(one["told"]) for one in each]
+    names = list(dict.fromkeys(name for found in pieces for name in found))
+    columns = ("kill", "streams that were read", "longest gap s", "noticing s", *(f"{name} s" for name in names))
+    table = bench.table(f"Rank {rank} of a server is killed: {placement.about}", *columns, "the rest of the gap s")
+    for number, (one, found) in enumerate(zip(each, pieces, strict=True)):
+        known = (one["noticed_s"] or 0.0) + sum(found.values())
+        taken = (found.get(name) for name in names)
+        table.add(number + 1, one["streams"], one["pause_s"], one["noticed_s"], *taken, one["pause_s"] - known)
+    requests = ", ".join(f"{count} {verdict}" for verdict, count in report["requests"].items())
+    bench.table("Answers", "of all", "faults").add(requests, len(report["faults"]))
+    if set(report["requests"]) != {"exact"} or ended.status != 0:
+        raise ChildError(f"not all answers were those of trtrun run: {requests}; {'; '.join(report['faults'])[:300]}")
