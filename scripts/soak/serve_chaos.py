@@ -140,7 +140,7 @@ async def kill_part(server: Server, chaos: Chaos, victim: str) -> dict[str, Any]
     }  # fmt: skip
 
 
-NOTICED = ("started again", "go on without")
+NOTICED = ("started again", "goes on without")
 """In lines of a front that knows of a kill."""
 
 

@@ -14,7 +14,6 @@ from scripts.bench.gpu_bench.cut_parts import REPEATS_A_TURN
 from scripts.bench.gpu_bench.placements import ONE, Placement
 from scripts.bench.gpu_bench.workbench import Workbench
 
-TURNS = 2
 FIXED = ("off", "on")
 CHOOSING = "auto"
 """Values of `speculation.ahead`; the last goes by what it measures."""
@@ -27,7 +26,7 @@ def play_ahead(bench: Workbench, apart: Placement) -> None:
     """The 8B pair, a device each: drafts behind verdicts, ahead of them, and as the product chooses; in turns."""
     configs = {ahead: bench.config("8b", apart, ahead=ahead) for ahead in (*FIXED, CHOOSING)}
     columns = ("rows", "ahead", "tokens/s", "÷ better of both", "hit rate", "tokens a round", "round ms")
-    table = bench.table(f"8B-shaped pair, {apart.about}, {TURNS} turns", *columns, "target idle")
+    table = bench.table(f"8B-shaped pair, {apart.about}, in turns", *columns, "target idle")
     found = _take_turns(bench, configs)
     choices: dict[str, float] = {}
     for number, rows in enumerate(bench.options.scale.rows):
@@ -47,7 +46,8 @@ def play_ahead(bench: Workbench, apart: Placement) -> None:
 
 def play_mtp_apart(bench: Workbench, apart: Placement) -> None:
     """A target whose MTP layer drafts on the target's device, on a device of its own, and there ahead of verdicts; in
-    turns."""
+    turns. How many tokens are right is forced; which token follows them a made-up layer hardly ever guesses, so that
+    drafts ahead miss."""
     how = TRAINED_MTP
     ways = {
         "beside the target": bench.config("27b-states", ONE, drafts=False, **how),
@@ -70,9 +70,9 @@ def play_mtp_apart(bench: Workbench, apart: Placement) -> None:
 
 
 def _take_turns(bench: Workbench, configs: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
-    """Reports of jobs by their names, TURNS of each."""
+    """Reports of jobs by their names, as many of each as there are turns."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in configs}
-    for _ in range(TURNS):
+    for _ in range(bench.options.scale.turns):
         for name, config in configs.items():
             repeats = ("--repeats", REPEATS_A_TURN)
             found[name] += bench.bench_together([config], bench.options.scale.rows, *repeats, traced=True)

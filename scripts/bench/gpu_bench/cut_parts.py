@@ -57,7 +57,7 @@ def one_and_both_cuts() -> list[Way]:
 
 
 def play_cuts(
-    bench: Workbench, pair: str, make_ways: Callable[[], list[Way]], *, turns: int = 2, has_many_rows: bool = False
+    bench: Workbench, pair: str, make_ways: Callable[[], list[Way]], *, most_turns: int = 2, has_many_rows: bool = False
 ) -> None:
     """Plain and drafted tokens a second of each way, in turns, beside those of the first; texts of ways over several
     devices are compared in the first turn.
@@ -66,6 +66,7 @@ def play_cuts(
         ChildError: some are not plain decoding's.
     """
     scale, ways = bench.options.scale, make_ways()
+    turns = min(scale.turns, most_turns)
     rows = [*scale.rows, *([scale.most_rows] if has_many_rows else [])]
     memory = memory_table(bench, f"{pair}-shaped pair: start and memory", "way")
     for turn in range(turns):
@@ -77,9 +78,14 @@ def play_cuts(
             way.reports.append(report)
             if turn == 0:
                 add_memory(memory, report, way.name)
-    columns = ("rows", "way", "plain tokens/s", "÷ one device", "ms a token", "drafted tokens/s", "÷ one device")
+    columns = ("rows", "way", "plain tokens/s", "÷ one device", "ms a token", "drafted tokens/s")
     table = bench.table(
-        f"{pair}-shaped pair, {turns} turns of each way", *columns, "÷ plain", "tokens a round", "equal texts"
+        f"{pair}-shaped pair, jobs of each way: {turns}",
+        *columns,
+        "drafted ÷ one device",
+        "÷ plain",
+        "tokens a round",
+        "equal texts",
     )
     ratios: dict[str, dict[str, float]] = {}
     for number, count in enumerate(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 PRODUCT = re.compile(r"product_kernel|_stream\w*_kernel|_heads_kernel|_gate_up_kernel|gemm|nvjet|cutlass|xmma|aten::mm")
@@ -57,11 +58,11 @@ def sweep(kernels: Iterable[Kernel], start: int, end: int) -> dict[str, Share]:
     moments = sorted({moment for kernel in inside for moment in kernel[1:]})
     running: list[Kernel] = []
     place, last = 0, None
-    for moment, following in zip(moments, [*moments[1:], end], strict=True):
+    for moment, following in pairwise([*moments, end]):
         while place < len(inside) and inside[place].start <= moment:
             running.append(inside[place])
             place += 1
-        last = max((kernel for kernel in running if kernel.end <= moment), key=lambda one: one.end, default=last)
+        last = next((kernel for kernel in running if kernel.end <= moment), last)
         running = [kernel for kernel in running if kernel.end > moment]
         if running:
             shares[_owner(running).name].own += following - moment

@@ -79,10 +79,10 @@ def describe(kernels: list[Kernel], window: dict[str, int]) -> dict[str, Any]:
 
     longest = sorted(shares.items(), key=lambda item: -item[1].own - item[1].idle_behind)
     products = sum(share.own for name, share in shares.items() if is_product(name))
-    idle = sum(share.idle_behind for share in shares.values())
-    others = sum(share.own for share in shares.values()) - products
+    busy = sum(share.own for share in shares.values())
     return {
-        "token_us": us(end - start), "products_us": us(products), "other_kernels_us": us(others), "idle_us": us(idle),
+        "token_us": us(end - start), "products_us": us(products), "other_kernels_us": us(busy - products),
+        "idle_us": us(end - start - busy),
         "tokens": tokens, "window_has_moved": has_moved, "kernels": [line(*item) for item in longest],
     }  # fmt: skip
 

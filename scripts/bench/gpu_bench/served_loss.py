@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 
 from scripts.bench.gpu_bench.placements import Placement
 from scripts.bench.gpu_bench.workbench import Workbench
@@ -16,7 +17,6 @@ from scripts.harness.processes import ROOT
 
 CHAOS = ROOT / "scripts" / "soak" / "serve_chaos.py"
 KILLS = 2
-STREAMS = {"cuda": 24, "cpu": 4}
 _PIECE = re.compile(r"([a-z][^:;]*?) (\d+\.\d)(?:;|$)")
 
 
@@ -26,26 +26,30 @@ def read_pieces(told: str) -> dict[str, float]:
     return {name.strip(): float(seconds) for name, seconds in _PIECE.findall(pieces)}
 
 
-def play_served_loss(bench: Workbench, placement: Placement, rank: int) -> None:
-    """A server of the 8B pair, all of whose clients stream; a rank is killed KILLS times.
+def play_served_loss(bench: Workbench, placement: Placement, ranks: Sequence[int]) -> None:
+    """A server of the 8B pair, all of whose clients stream; ranks are killed in turns, KILLS times each.
+
+    A lost draft rank stays away as long as the job goes on without it: a target rank that is killed behind it brings it
+    back.
 
     Raises:
         ChildError: a text was another one, or a stream did not end with its text.
     """
     config = bench.config("8b", placement)
-    words = [sys.executable, CHAOS, "--config", config, "--clients", STREAMS[bench.options.kind], "--kills", KILLS]
-    ended = run([*words, "--victims", f"rank {rank}", "--streams-all"], bench.folder, bench.deadline)
+    words = [sys.executable, CHAOS, "--config", config, "--clients", bench.options.scale.streams]
+    words += ["--kills", KILLS, "--victims", ",".join(f"rank {rank}" for rank in ranks), "--streams-all"]
+    ended = run(words, bench.folder, bench.deadline)
     report = ended.last_json()
-    bench.keep({"killed": rank, "report": report})
-    each = report["victims"][f"rank {rank}"]["each"]
-    pieces = [read_pieces(one["told"]) for one in each]
+    bench.keep({"report": report})
+    each = [(victim, one) for victim, told in report["victims"].items() for one in told["each"]]
+    pieces = [read_pieces(one["told"]) for _, one in each]
     names = list(dict.fromkeys(name for found in pieces for name in found))
-    columns = ("kill", "streams that were read", "longest gap s", "noticing s", *(f"{name} s" for name in names))
-    table = bench.table(f"Rank {rank} of a server is killed: {placement.about}", *columns, "the rest of the gap s")
-    for number, (one, found) in enumerate(zip(each, pieces, strict=True)):
+    columns = ("killed", "streams that were read", "longest gap s", "noticing s", *(f"{name} s" for name in names))
+    table = bench.table(f"Ranks of a server are killed: {placement.about}", *columns, "the rest of the gap s")
+    for (victim, one), found in zip(each, pieces, strict=True):
         known = (one["noticed_s"] or 0.0) + sum(found.values())
         taken = (found.get(name) for name in names)
-        table.add(number + 1, one["streams"], one["pause_s"], one["noticed_s"], *taken, one["pause_s"] - known)
+        table.add(victim, one["streams"], one["pause_s"], one["noticed_s"], *taken, one["pause_s"] - known)
     requests = ", ".join(f"{count} {verdict}" for verdict, count in report["requests"].items())
     bench.table("Answers", "of all", "faults").add(requests, len(report["faults"]))
     if set(report["requests"]) != {"exact"} or ended.status != 0:

@@ -30,7 +30,7 @@ def list_two_device_parts() -> Iterator[Part]:
                play_exchange, False)  # fmt: skip
     play = partial(play_cuts, pair="30b-a3b", make_ways=one_and_both_cuts, has_many_rows=True)
     yield Part("tp2:30b-a3b", f"30B-A3B-shaped pair {about}, by features and by experts", 350, play, False)
-    play = partial(play_cuts, pair="gpt-oss-120b", make_ways=one_and_both_cuts, turns=1)
+    play = partial(play_cuts, pair="gpt-oss-120b", make_ways=one_and_both_cuts, most_turns=1)
     yield Part("tp2:gpt-oss-120b", f"gpt-oss-120b-shaped pair {about}, by features and by experts", 220, play, False)
     play = partial(play_cuts, pair="27b-states", make_ways=one_and_two)
     yield Part("tp2:27b-states", f"27b-states-shaped pair {about}", 250, play, False)
@@ -41,9 +41,9 @@ def list_two_device_parts() -> Iterator[Part]:
     about = "8B-shaped pair on a device each: drafts behind verdicts, ahead, and as pacing chooses, in turns"
     yield Part("ahead", about, 160, partial(play_ahead, apart=apart), False)
     about = "the target's second rank of a server is killed under 24 streams, twice: gaps, and what they are"
-    play = partial(play_served_loss, placement=BOTH, rank=2)
+    play = partial(play_served_loss, placement=BOTH, ranks=(2,))
     yield Part("kill-served:target", about, 130, play, False)
-    about = "the same of the draft's rank"
-    yield Part("kill-served:draft", about, 130, partial(play_served_loss, placement=apart, rank=1), False)
+    about = "the same of the draft's rank and the target's, a device each, in turns"
+    yield Part("kill-served:draft", about, 190, partial(play_served_loss, placement=apart, ranks=(1, 2)), False)
     about = "from the command to ready over two devices, with cold caches and warm ones"
     yield Part("starts", about, 100, partial(play_starts, placement=BOTH, pairs=("8b",)), False)

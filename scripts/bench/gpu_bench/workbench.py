@@ -36,6 +36,8 @@ class Scale:
         max_tokens: new tokens of each prompt.
         repeats: timed runs of each case.
         kill_prompts, kill_tokens: prompts of a run in which a rank is killed, and their tokens.
+        turns: jobs of each kind, where kinds take turns.
+        streams: of a server that loses a rank, at once.
     """
 
     rows: tuple[int, ...]
@@ -48,6 +50,8 @@ class Scale:
     repeats: int
     kill_prompts: int
     kill_tokens: int
+    turns: int = 1
+    streams: int = 4
 
 
 ONE_COLD = ("1", "4", "16", "48", "100", "4x500", "1x12000", "16@0.7")
@@ -65,6 +69,8 @@ SCALES = {
         3,
         200,
         256,
+        turns=2,
+        streams=24,
     ),
     "cpu": Scale(
         (1, 2), 4, (1, 2), ("1x48", "2x48", "1x96"), ("1x48", "1x96"), dict.fromkeys(COLD, ("1", "2x48")), 8, 1, 40, 24
