@@ -156,6 +156,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     questions = await ask_reference(config, rows, folder)
     kills = len(options.victims) * options.kills
     words = ["--set", f"server.max_restarts={min(1000, kills + 1)}"]
+    words += [word for override in options.overrides for word in ("--set", override)]
     if any(victim.startswith(STOP) for victim in options.victims):
         words += ["--set", "launch.heartbeat_seconds=5"]
     server = Server(config, folder, tuple(words))
@@ -228,6 +229,9 @@ def main() -> int:
     """Try it, and tell."""
     parser = make_parser(__doc__, clients=8, ranks=3)
     parser.add_argument("--kills", type=int, default=10, help="of each part")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of the server's YAML file"
+    )
     parser.add_argument("--streams-all", action="store_true", help="instead of three of four answers")
     parser.add_argument("--victims", help="parts to kill, or to `stop`, separated by commas  [default: kill all]")
     options = parser.parse_args()

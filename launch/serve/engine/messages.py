@@ -108,7 +108,7 @@ class Ready(_Message, frozen=True, tag="ready"):
         limits: fields of SchedulerLimits.
         memory: bytes that its ranks hold, by "gpu" and "cpu": weights, KV store and the largest round.
         files: tell the files that it was read from, by what they are, from others (`hash_files`).
-        start_seconds: since rank 0's process began.
+        start_seconds: since rank 0's process began, or its turn.
         start_phases: of these what phases took, in order, by name; what comes before the first is not named.
     """
 

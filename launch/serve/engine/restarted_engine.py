@@ -17,6 +17,7 @@ from launch.serve.engine.client import EngineClient
 from launch.serve.engine.handshake import hash_config, hash_files, make_name
 from launch.serve.engine.keeper import SILENT_TIMES, EngineKeeper, EngineWatch, RestartLimit, is_watched
 from launch.serve.engine.messages import Ready
+from launch.serve.engine.standby import Standby
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
 
@@ -104,13 +105,16 @@ class RestartedEngine:
             events.on_lost()
             keeper.note_silence()
 
+        environment = build_environment()
+        standby = Standby(self._build_command, environment) if self._config.server.standby else None
         self._keeper = keeper = EngineKeeper(
             self._build_command,
-            build_environment(),
+            environment,
             self._may_restart,
             self._limit,
             events.on_restart,
             events.on_early_end,
+            standby,
         )
         self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
         self.engine.on_faulty_request = self._limit.forgive

@@ -26,11 +26,11 @@ def read_pieces(told: str) -> dict[str, float]:
     return {name.strip(): float(seconds) for name, seconds in _PIECE.findall(pieces)}
 
 
-def play_served_loss(bench: Workbench, placement: Placement, ranks: Sequence[int]) -> None:
+def play_served_loss(bench: Workbench, placement: Placement, ranks: Sequence[int], *, standby: bool = False) -> None:
     """A server of the 8B pair, all of whose clients stream; ranks are killed in turns, KILLS times each.
 
     A lost draft rank stays away as long as the job goes on without it: a target rank that is killed behind it brings it
-    back.
+    back. With `standby` the next engine's processes wait.
 
     Raises:
         ChildError: a text was another one, or a stream did not end with its text.
@@ -38,6 +38,8 @@ def play_served_loss(bench: Workbench, placement: Placement, ranks: Sequence[int
     config = bench.config("8b", placement)
     words = [sys.executable, CHAOS, "--config", config, "--clients", bench.options.scale.streams]
     words += ["--kills", KILLS, "--victims", ",".join(f"rank {rank}" for rank in ranks), "--streams-all"]
+    for override in (*bench.options.overrides, *(["server.standby=true"] if standby else [])):
+        words += ["--set", override]
     ended = run(words, bench.folder, bench.deadline)
     report = ended.last_json()
     bench.keep({"report": report})
@@ -45,7 +47,8 @@ def play_served_loss(bench: Workbench, placement: Placement, ranks: Sequence[int
     pieces = [read_pieces(one["told"]) for _, one in each]
     names = list(dict.fromkeys(name for found in pieces for name in found))
     columns = ("killed", "streams that were read", "longest gap s", "noticing s", *(f"{name} s" for name in names))
-    table = bench.table(f"Ranks of a server are killed: {placement.about}", *columns, "the rest of the gap s")
+    beside = ", an engine stands by" if standby else ""
+    table = bench.table(f"Ranks of a server are killed: {placement.about}{beside}", *columns, "the rest of the gap s")
     for (victim, one), found in zip(each, pieces, strict=True):
         known = (one["noticed_s"] or 0.0) + sum(found.values())
         taken = (found.get(name) for name in names)

@@ -43,6 +43,9 @@ def list_two_device_parts() -> Iterator[Part]:
     about = "the target's second rank of a server is killed under 24 streams, twice: gaps, and what they are"
     play = partial(play_served_loss, placement=BOTH, ranks=(2,))
     yield Part("kill-served:target", about, 130, play, False)
+    about = "the same, where the next engine's processes stand by (server.standby)"
+    play = partial(play_served_loss, placement=BOTH, ranks=(2,), standby=True)
+    yield Part("kill-served:standby", about, 120, play, False)
     about = "the same of the draft's rank and the target's, a device each, in turns"
     yield Part("kill-served:draft", about, 190, partial(play_served_loss, placement=apart, ranks=(1, 2)), False)
     about = "from the command to ready over two devices, with cold caches and warm ones"

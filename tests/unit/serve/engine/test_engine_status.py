@@ -43,7 +43,7 @@ class LongRound:
         self.aborted.append(request_id)
 
 
-async def describe(llm: Any) -> Ready:
+async def describe(llm: Any, begun: float) -> Ready:
     return Ready(version="1", config_hash="h", limits=asdict(LIMITS))
 
 
