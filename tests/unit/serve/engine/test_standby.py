@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ from engine_messages import run
 from played_engines import KILLED, Play, Played, Process, dying, read, serve, standing_by
 
 from launch.exit_codes import ExitCode, FailedError
+from launch.serve.engine import handshake
 from launch.serve.engine import keeper as engine_keeper
+from launch.serve.engine.standby import Standby, _Turn, wait_for_turn
 from trtrun.configuration.model_paths import ASSETS
 
 WithEngines = Callable[..., Played]
@@ -105,6 +110,52 @@ def test_the_end_of_the_server_ends_what_stands_by(with_engines: WithEngines) ->
         assert played.processes[1].turns == [] and played.processes[1].returncode is not None
 
     with_engines([dying(), standing_by(serve)], check, max_restarts=0)
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+def test_a_turn_is_told_where_it_has_come_and_else_nothing(has_come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    async def start(*words: str, **_: Any) -> SimpleNamespace:
+        started.extend(words)
+        return SimpleNamespace(returncode=None)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+
+    tell = _Turn.tell
+
+    async def check() -> None:
+        is_asked = asyncio.Event()
+
+        async def tell_once_asked(*connection: Any) -> None:
+            is_asked.set()
+            await tell(*connection)
+
+        monkeypatch.setattr(_Turn, "tell", lambda *words: tell_once_asked(*words))
+        standby = Standby(lambda: ["serve-engine"], {})
+        await standby.prepare()
+        await standby.prepare()  # one waits already
+        assert started.count("--turn") == 1
+        reader, writer = await asyncio.open_unix_connection(sock=handshake.connect(started[-1]))
+        await is_asked.wait()
+        assert (standby.take() if has_come else standby.give_up()) is not None
+        assert await reader.read() == (b"t" if has_come else b"")
+        writer.close()
+        assert standby.take() is None and standby.give_up() is None
+
+    run(check())
+
+
+def test_an_engine_whose_front_is_gone_says_so() -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        name = handshake.make_name()
+        listening.bind("\0" + name[1:])
+        listening.listen()
+        answering = threading.Thread(target=lambda: listening.accept()[0].close())
+        answering.start()
+        with pytest.raises(FailedError, match="the front has ended before it was this engine's turn"):
+            wait_for_turn(name, has_gpus=False)
+        answering.join()
 
 
 def test_nothing_stands_by_unless_it_is_asked_for(with_engines: WithEngines) -> None:
