@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.harness.announcements import find_leftovers
 from scripts.harness.children import ChildError
-from scripts.harness.server import Server, open_client, write_config
+from scripts.harness.server import Server, open_client, wait_for, write_config
 from scripts.harness.trials import Trial, make_parser, play_trial
 from scripts.soak.judged_clients import Reply, Verdict, ask
 from scripts.soak.questions import Question, ask_reference, make_rows
@@ -53,9 +53,11 @@ LONGEST = 160
 class Chaos(Trial):
     """Clients that ask without end, and what became of their questions."""
 
-    def __init__(self, server: Server, questions: list[Question], num_clients: int, streams_all: bool = False) -> None:
+    def __init__(
+        self, server: Server, questions: list[Question], num_clients: int, streams_all: bool, standby: bool
+    ) -> None:
         super().__init__()
-        self._streams_all = streams_all
+        self._streams_all, self._standby, self._num_standing = streams_all, standby, 0
         self._server = server
         self._questions = cycle(questions)
         self._num_clients = num_clients
@@ -85,6 +87,16 @@ class Chaos(Trial):
             if time.monotonic() > deadline:
                 raise ChildError(f"only {len(reading)} of {self._num_clients} clients read after {PATIENCE:g} s")
             await asyncio.sleep(0.005)
+
+    async def wait_standing(self) -> None:
+        """Wait until an engine stands by that did not before, where some do."""
+        if self._standby:
+            self._num_standing += 1
+            wanted = self._num_standing
+            await wait_for(lambda: self._count_standing() >= wanted or None, PATIENCE, "an engine that stands by")
+
+    def _count_standing(self) -> int:
+        return sum("stands by" in line for line in self._server.lines)
 
     async def _ask_on(self, number: int) -> None:
         while not self._is_over:
@@ -117,6 +129,7 @@ class Chaos(Trial):
 async def kill_part(server: Server, chaos: Chaos, victim: str) -> dict[str, Any]:
     """Kill or stop a part under load and wait until the server serves again; returns how long that took, and the
     pauses of streams that were read."""
+    await chaos.wait_standing()
     reading = await chaos.wait_streaming()
     process = await server.find(victim.removeprefix(STOP), PATIENCE)
     told = len(server.lines)
@@ -156,12 +169,13 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     questions = await ask_reference(config, rows, folder)
     kills = len(options.victims) * options.kills
     words = ["--set", f"server.max_restarts={min(1000, kills + 1)}"]
+    words += ["--set", "server.standby=true"] if options.standby else []
     words += [word for override in options.overrides for word in ("--set", override)]
     if any(victim.startswith(STOP) for victim in options.victims):
         words += ["--set", "launch.heartbeat_seconds=5"]
     server = Server(config, folder, tuple(words))
     await server.start(PATIENCE)
-    chaos = Chaos(server, questions, options.clients, options.streams_all)
+    chaos = Chaos(server, questions, options.clients, options.streams_all, options.standby)
     asking = asyncio.create_task(chaos.ask_on())
     held: list[int] = []
     found: dict[str, list[dict[str, Any]]] = {victim: [] for victim in options.victims}
@@ -229,6 +243,7 @@ def main() -> int:
     """Try it, and tell."""
     parser = make_parser(__doc__, clients=8, ranks=3)
     parser.add_argument("--kills", type=int, default=10, help="of each part")
+    parser.add_argument("--standby", action="store_true", help="server.standby, and kill where an engine stands by")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of the server's YAML file"
     )

@@ -32,7 +32,7 @@ class EngineEvents:
         on_recovery: it gets on again.
         on_restart: it is started again; with a line for the user.
         on_early_end: it was killed before it was up; the same.
-        on_return: it is up again; with a line for the user, which says what the seconds went to.
+        on_news: it is up again, and what the seconds went to, or the next one stands by; with a line for the user.
     """
 
     on_ready: Callable[[], None]
@@ -41,7 +41,7 @@ class EngineEvents:
     on_recovery: Callable[[], None]
     on_restart: Callable[[str], None]
     on_early_end: Callable[[str], None]
-    on_return: Callable[[str], None]
+    on_news: Callable[[str], None]
 
 
 def describe_return(seconds: float, ready: Ready) -> str:
@@ -97,7 +97,7 @@ class RestartedEngine:
             keeper.note_up()
             events.on_ready()
             if self._ended_at is not None and self.engine.ready is not None:
-                events.on_return(describe_return(time.monotonic() - self._ended_at, self.engine.ready))
+                events.on_news(describe_return(time.monotonic() - self._ended_at, self.engine.ready))
             self._ended_at = None
 
         def lose() -> None:
@@ -106,7 +106,7 @@ class RestartedEngine:
             keeper.note_silence()
 
         environment = build_environment()
-        standby = Standby(self._build_command, environment) if self._config.server.standby else None
+        standby = Standby(self._build_command, environment, events.on_news) if self._config.server.standby else None
         self._keeper = keeper = EngineKeeper(
             self._build_command,
             environment,

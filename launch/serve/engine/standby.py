@@ -33,20 +33,23 @@ class Standby:
     Args:
         command: gives the words that start it; `--turn NAME` is added.
         environment: of the engine.
+        on_news: called with a line for the user once it waits.
     """
 
-    def __init__(self, command: Callable[[], Sequence[str]], environment: Mapping[str, str]) -> None:
-        self._command, self._environment = command, environment
+    def __init__(
+        self, command: Callable[[], Sequence[str]], environment: Mapping[str, str], on_news: Callable[[str], None]
+    ) -> None:
+        self._command, self._environment, self._on_news = command, environment, on_news
         self._process: Process | None = None
         self._server: asyncio.Server | None = None
-        self._turn = _Turn()
+        self._turn = _Turn(on_news)
 
     async def prepare(self) -> None:
         """Start the next engine's processes, unless some wait already. Where they cannot be started, there are none."""
         if self._process is not None and self._process.returncode is None:
             return
         self._forget()
-        self._turn, name = _Turn(), make_name()
+        self._turn, name = _Turn(self._on_news), make_name()
         try:
             self._server = await listen(name, self._turn.tell)
             self._process = await asyncio.create_subprocess_exec(
@@ -84,7 +87,8 @@ class Standby:
 class _Turn:
     """Of one engine: it comes or it does not, and that is told to whoever asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_news: Callable[[str], None]) -> None:
+        self._on_news = on_news
         self._is_settled = asyncio.Event()
         self._has_come = False
 
@@ -96,6 +100,8 @@ class _Turn:
 
     async def tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection: nothing comes where the turn does not."""
+        if not self._is_settled.is_set():
+            self._on_news("the next engine stands by")
         await self._is_settled.wait()
         with suppress(ConnectionError):
             if self._has_come:

@@ -38,7 +38,8 @@ def play_served_loss(bench: Workbench, placement: Placement, ranks: Sequence[int
     config = bench.config("8b", placement)
     words = [sys.executable, CHAOS, "--config", config, "--clients", bench.options.scale.streams]
     words += ["--kills", KILLS, "--victims", ",".join(f"rank {rank}" for rank in ranks), "--streams-all"]
-    for override in (*bench.options.overrides, *(["server.standby=true"] if standby else [])):
+    words += ["--standby"] if standby else []
+    for override in bench.options.overrides:
         words += ["--set", override]
     ended = run(words, bench.folder, bench.deadline)
     report = ended.last_json()

@@ -115,7 +115,7 @@ class Played:
     Attributes:
         processes: started so far.
         lines: told of restarts.
-        returns: told of engines that are up again.
+        news: told of engines that are up again, or stand by.
         waits: seconds that were waited before restarts.
     """
 
@@ -129,7 +129,7 @@ class Played:
         )
         self.processes: list[Process] = []
         self.lines: list[str] = []
-        self.returns: list[str] = []
+        self.news: list[str] = []
         self._plays = plays
         self._is_over = False
         self.engine = RestartedEngine(self.config, ["serve-engine"])
@@ -148,7 +148,7 @@ class Played:
 
     async def keep(self) -> int:
         """Keep the engine; its end ends what is in work, as the server does."""
-        events = EngineEvents(*([lambda *_: None] * 4), self.lines.append, self.lines.append, self.returns.append)
+        events = EngineEvents(*([lambda *_: None] * 4), self.lines.append, self.lines.append, self.news.append)
         try:
             return await self.engine.keep(events)
         finally:

@@ -78,7 +78,7 @@ def test_an_engine_that_is_up_again_says_what_the_seconds_went_to(with_engines: 
     async def check(played: Played) -> None:
         keeping = asyncio.create_task(played.keep())
         assert await read(played.ask()) == [0, 7]
-        (line,) = played.returns  # none of the first start
+        (line,) = played.news  # none of the first start
         after, _, phases = line.removeprefix("the engine is up again after ").partition(" s: ")
         assert float(after) > 0.2, "since the end of the last one that was up, with the wait behind one that was not"
         assert phases.startswith("until its ranks ran ")

@@ -115,6 +115,7 @@ def test_the_end_of_the_server_ends_what_stands_by(with_engines: WithEngines) ->
 @pytest.mark.parametrize("has_come", [True, False])
 def test_a_turn_is_told_where_it_has_come_and_else_nothing(has_come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
+    told: list[str] = []
 
     async def start(*words: str, **_: Any) -> SimpleNamespace:
         started.extend(words)
@@ -132,7 +133,7 @@ def test_a_turn_is_told_where_it_has_come_and_else_nothing(has_come: bool, monke
             await tell(*connection)
 
         monkeypatch.setattr(_Turn, "tell", lambda *words: tell_once_asked(*words))
-        standby = Standby(lambda: ["serve-engine"], {})
+        standby = Standby(lambda: ["serve-engine"], {}, told.append)
         await standby.prepare()
         await standby.prepare()  # one waits already
         assert started.count("--turn") == 1
@@ -142,6 +143,7 @@ def test_a_turn_is_told_where_it_has_come_and_else_nothing(has_come: bool, monke
         assert await reader.read() == (b"t" if has_come else b"")
         writer.close()
         assert standby.take() is None and standby.give_up() is None
+        assert told == ["the next engine stands by"]
 
     run(check())
 
