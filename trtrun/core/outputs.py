@@ -225,7 +225,7 @@ class RankReport:
     `kernels` says what its engines compute with: "triton", "avx512_bf16" (trtrun's own on the CPU) or "torch".
     `device_kind` names the make of its device, as far as speeds depend on it.
     `files_hash` tells the files of its models, as they were once it had read them, from others.
-    `start_seconds` is what phases of its start took, by name, in order: from weights to all kernels run once.
+    `start_seconds` is what phases of its start took, by name, in order: from communicators to all kernels run once.
     """
 
     rank: int

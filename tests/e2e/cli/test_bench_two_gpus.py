@@ -123,7 +123,7 @@ def test_a_rank_of_a_server_is_killed(
     assert (draft["killed"], target["killed"]) == ("rank 1", "rank 2")
     assert draft["until its ranks ran s"] == "" and float(draft["longest gap s"]) < float(target["longest gap s"])
     assert float(target["noticing s"]) > 0 and int(target["streams that were read"]) >= 2
-    assert {"until its ranks ran s", "imports and meeting s", "weights s"} <= target.keys()
+    assert {"until its ranks ran s", "imports and meeting s", "communicators s", "weights s"} <= target.keys()
     told = float(target["until its ranks ran s"]) + float(target["imports and meeting s"])
     assert float(target["longest gap s"]) > told > 0
     ((told, faults),) = answers.rows
