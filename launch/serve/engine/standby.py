@@ -85,7 +85,7 @@ class Standby:
 
 
 class _Turn:
-    """Of one engine: it comes or it does not, and that is told to whoever asks."""
+    """The turn of one engine, which comes or does not, as is told to whoever asks."""
 
     def __init__(self, on_news: Callable[[str], None]) -> None:
         self._on_news = on_news
