@@ -10,9 +10,12 @@ kernels.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from launch.jobs.mpi.job import Job, finish_mpi
@@ -29,15 +32,66 @@ EDGE = 8
 """Tokens at the beginning and at the end that do not count."""
 
 WINDOW = "window.json"
+PATIENCE = 60.0
+"""Seconds that profilers may take to begin and to end."""
 
 
-def time_tokens(llm: LLM, max_tokens: int) -> dict[str, int]:
-    """Complete one row twice; of the second time the span that counts: nanoseconds since the epoch, and its tokens."""
+class Recorder:
+    """torch's profiler on this rank, which begins and ends where SIGUSR2 comes, in the thread that computes.
+
+    It begins late: the profiler keeps so many kernels alone, and a start runs more than a row's tokens.
+
+    Args:
+        folder: where this rank says who and how far it is.
+        rank: this one.
+        is_cuda: whether it has a GPU.
+    """
+
+    def __init__(self, folder: Path, rank: int, is_cuda: bool) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self._folder, self._rank, self.is_cuda = folder, rank, is_cuda
+        self.profile = profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU])
+        self._steps = iter((("begun", self.profile.start), ("ended", self.profile.stop)))
+
+    def listen(self) -> None:
+        """Hear signals from now on."""
+        signal.signal(signal.SIGUSR2, self.go_on)
+        (self._folder / f"process-{self._rank}").write_text(str(os.getpid()), encoding="utf-8")
+
+    def go_on(self, number: int = 0, frame: FrameType | None = None) -> None:
+        """Begin, and the next time end."""
+        word, step = next(self._steps)
+        step()
+        (self._folder / f"{word}-{self._rank}").touch()
+
+
+def have_all(folder: Path, word: str) -> None:
+    """Have the recorders of all ranks go on, and wait until they have.
+
+    Raises:
+        TimeoutError: one has not within PATIENCE.
+    """
+    processes = {file.name.partition("-")[2]: int(file.read_text()) for file in folder.glob("process-*")}
+    for process in processes.values():
+        os.kill(process, signal.SIGUSR2)
+    deadline = time.monotonic() + PATIENCE
+    while not all((folder / f"{word}-{rank}").exists() for rank in processes):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all of ranks {', '.join(sorted(processes))} have {word} within {PATIENCE:g} s")
+        time.sleep(0.01)
+
+
+def time_tokens(llm: LLM, max_tokens: int, folder: Path) -> dict[str, int]:
+    """Complete one row twice, the second time under the profilers: the span that counts, in nanoseconds since the
+    epoch, and its tokens."""
     from trtrun import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    for _ in range(2):
-        moments = [time.time_ns() for chunk in llm.stream(PROMPT, sampling) if chunk.token_ids]
+    llm.generate([PROMPT], sampling)
+    have_all(folder, "begun")
+    moments = [time.time_ns() for chunk in llm.stream(PROMPT, sampling) if chunk.token_ids]
+    have_all(folder, "ended")
     edge = min(EDGE, len(moments) // 4)
     return {"start": moments[edge], "end": moments[-1 - edge], "tokens": len(moments) - 1 - 2 * edge}
 
@@ -94,31 +148,27 @@ def main() -> int:
     status = job.enter(lambda: None)
     if status is not None:
         return status
-    import torch
-    from torch.profiler import ProfilerActivity
-
     from launch.batch.run import load_llm
     from parallel.mpi_rank import find_mpi_rank
 
     folder, mpi_rank = Path(sys.argv[2]), find_mpi_rank()
     rank = 0 if mpi_rank is None else mpi_rank.rank
     slot = job.topology.slot(rank)
-    is_cuda = slot is not None and slot.device.startswith("cuda")
-    # From the start on: kernels in a graph are told of where the profiler was there when it was captured.
-    profile = torch.profiler.profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU])
-    if slot is not None:
-        profile.start()
+    recorder = None if slot is None else Recorder(folder, rank, slot.device.startswith("cuda"))
+    if recorder is not None:
+        recorder.listen()
     try:
         with load_llm(job.spec) as llm:
-            (folder / WINDOW).write_text(json.dumps(time_tokens(llm, int(sys.argv[3]))), encoding="utf-8")
+            window = time_tokens(llm, int(sys.argv[3]), folder)
+            (folder / WINDOW).write_text(json.dumps(window), encoding="utf-8")
         finish_mpi()
     except SystemExit as end:  # of a rank that has served
         if end.code:
             raise
-    if slot is not None:
-        profile.stop()
+    if recorder is not None and slot is not None:
         window = json.loads((folder / WINDOW).read_text(encoding="utf-8"))
-        found = {"rank": rank, "device": slot.device, **describe(read_kernels(profile, is_cuda), window)}
+        kernels = read_kernels(recorder.profile, recorder.is_cuda)
+        found = {"rank": rank, "device": slot.device, **describe(kernels, window)}
         (folder / f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     return 0
 
