@@ -77,6 +77,30 @@ def test_all_parts_of_two_devices(bench: Run, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_way_that_fails_costs_no_other(failing: int, tmp_path: Path) -> None:
+    """bench() is played: 100 tokens/s in the first job, 200 in the second, and so on."""
+    jobs: list[Path] = []
+
+    class Played(Workbench):
+        def bench(self, config: Path, rows: Any, *extra: object, variables: Any = None) -> dict[str, Any]:
+            jobs.append(config)
+            if len(jobs) == failing + 1:
+                raise ChildError("no room")
+            rates = {"tokens_per_s_runs": [100.0 * len(jobs)], "time_per_output_token_ms": 1.0}
+            case = rates | {"mean_acceptance_length": 2.0}
+            return {"start_s": 1.0, "memory": [], "results": [{"plain": case, "speculative": case} for _ in rows]}
+
+    bench = Played(Options("cpu", 2), tmp_path, deadline=0.0)
+    parts = {part.name: part for part in list_two_device_parts()}
+    names = ["one device", "TP 2 by features", "TP 2 by experts"]
+    with pytest.raises(ChildError, match=rf"^{names[failing]}: no room$"):
+        parts["tp2:gpt-oss-120b"].play(bench)
+    (table,) = (table for table in bench.tables if "jobs of each way" in table.title)
+    assert [row[1] for row in table.rows[:2]] == names[:failing] + names[failing + 1 :]
+    assert [row[3] for row in table.rows[:2]] == (["1.00", "2.00"] if failing else ["", ""])
+
+
 def check_cuts(printed: str, kept: list[dict[str, Any]]) -> None:
     """A mixture was cut both ways, and its texts were compared where it was cut."""
     rows = rows_of(printed, "30b-a3b-shaped pair, jobs of each way: 1")
