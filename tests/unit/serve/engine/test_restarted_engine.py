@@ -80,12 +80,12 @@ def test_an_engine_that_is_up_again_says_what_the_seconds_went_to(with_engines: 
         assert await read(played.ask()) == [0, 7]
         (line,) = played.news  # none of the first start
         after, _, phases = line.removeprefix("the engine is up again after ").partition(" s: ")
-        assert float(after) > 0.2, "since the end of the last one that was up, with the wait behind one that was not"
+        assert float(after) > 0.4, "since the end of the last one that was up, with the waits behind two that were not"
         assert phases.startswith("until its ranks ran ")
         await played.engine.close()
         assert await keeping == ExitCode.DONE
 
-    with_engines([dying(1), refuse, serve], check)
+    with_engines([dying(1), refuse, refuse, serve], check)
 
 
 def test_seconds_of_a_return_have_names() -> None:
