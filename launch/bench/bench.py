@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -86,24 +86,16 @@ def _make_report(
         "repeats": COLD_RUNS if options.cold else options.repeats,
         "cold": options.cold,
         "start_s": round(measured.start_s, 3),
-        "start_phases_s": _slowest_phases(measured.ranks),
-        "memory": _memory(job, measured.ranks),
+        "start_phases_s": measured.report.phase_seconds(),
+        "memory": _memory(job, measured.report.ranks),
         "identical_to_plain": measured.identical,
         "peer": peer.as_dict() if peer is not None else None,
         "results": [
             _entry(options, workload, cases, measured.equal_rows, peer, trace)
             for workload, cases in measured.cases.items()
         ],
-        "kernels": sorted({rank.kernels for rank in measured.ranks if rank.kernels}),
+        "kernels": sorted({rank.kernels for rank in measured.report.ranks if rank.kernels}),
     }
-
-
-def _slowest_phases(ranks: Iterable[RankReport]) -> dict[str, float]:
-    """What phases of the start took, on the rank that was the last in each."""
-    found: dict[str, float] = {}
-    for phase, seconds in (item for rank in ranks for item in rank.start_seconds.items()):
-        found[phase] = max(seconds, found.get(phase, 0.0))
-    return found
 
 
 def _entry(

@@ -20,7 +20,7 @@ from launch.jobs.mpi.job import Job, finish_mpi
 from launch.jobs.mpi.start_progress import STARTED
 from launch.jobs.terminal import Bar
 from trtrun.api.llm import LLM
-from trtrun.core.outputs import RankReport, RequestOutput
+from trtrun.core.outputs import RequestOutput, StartReport
 from trtrun.core.request_statistics import ForesightStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
@@ -120,14 +120,14 @@ class Measured:
         cases: by workload and mode.
         equal_rows: texts of each workload that are the same in both modes; only with `exact`.
         identical: whether all texts that were compared are; None where none were.
-        ranks: what each rank holds.
+        report: what each rank holds, and how it started.
         start_s: seconds from the start of this process until all ranks were ready.
     """
 
     cases: dict[Workload, dict[str, Case]] = field(default_factory=dict)
     equal_rows: dict[Workload, int] = field(default_factory=dict)
     identical: bool | None = None
-    ranks: tuple[RankReport, ...] = ()
+    report: StartReport = field(default_factory=StartReport)
     start_s: float = 0.0
 
 
@@ -194,7 +194,7 @@ def measure(job: Job, options: BenchOptions, seed: int, modes: Sequence[str], tr
                     bar.update(num_runs, runs * len(modes) * len(options.workloads))
         if SPECULATIVE in modes and job.config.speculation.forced_acceptance is None:
             _compare(llm, draws, options, result)
-        result.ranks = llm.report.ranks
+        result.report = llm.report
     finish_mpi()
     return result
 

@@ -118,7 +118,8 @@ def check_served(spec: JobSpec) -> None:
 @click.command("serve-engine", hidden=True)
 @with_config
 @click.option("--socket", required=True, help="Where the front listens.")
-def serve_engine(config_path: Path, overrides: tuple[str, ...], socket: str) -> int:
+@click.option("--turn", help="Where it says that it is this engine's turn, which has to wait for that.")
+def serve_engine(config_path: Path, overrides: tuple[str, ...], socket: str, turn: str | None) -> int:
     """The ranks behind `trtrun serve`, which starts this."""
     from launch.jobs.mpi.job import Job
 
@@ -128,7 +129,7 @@ def serve_engine(config_path: Path, overrides: tuple[str, ...], socket: str) -> 
         return status
     from launch.serve.engine.process import play_engine
 
-    return play_engine(job.spec, socket)
+    return play_engine(job.spec, socket, turn)
 
 
 def check_extra() -> None:

@@ -2,6 +2,7 @@
 
     python scripts/bench/bench_gpu.py --gpus 1 --output one.jsonl
     python scripts/bench/bench_gpu.py --gpus 1 --parts card,vllm --vllm-python /path/to/python
+    python scripts/bench/bench_gpu.py --gpus 2 --parts 'card,tp2:8b,kernels,exchange' --output two.jsonl
     python scripts/bench/bench_gpu.py --gpus 8 --parts 'card,check:*,8b:*'
     python scripts/bench/bench_gpu.py --gpus 2 --devices cpu
 
@@ -28,7 +29,8 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.gpu_bench.parts import Part, list_parts
+from scripts.bench.gpu_bench.part import Part
+from scripts.bench.gpu_bench.parts import list_parts
 from scripts.bench.gpu_bench.placements import PLACEMENTS
 from scripts.bench.gpu_bench.tables import Table
 from scripts.bench.gpu_bench.workbench import Options, Workbench

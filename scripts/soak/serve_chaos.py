@@ -9,8 +9,9 @@ killed: each rank, mpirun, the engine's parent, and the front itself, which is t
 `stop rank 2` is stopped by SIGSTOP instead, so that the heartbeat has to find it, after 5 s here. Every answer is
 compared with the one that `trtrun run` has written before: a stream ends with its exact text or with one clear error, a
 killed front breaks connections, and nothing else may happen. In the end, and after each killed front, no process and no
-file is left. The last line is JSON: what became of all requests, how long streams paused, and the memory that the last
-front held at first and in the end. Exit status 1 where anything was wrong.
+file is left. The last line is JSON: what became of all requests, how long streams paused, when the front knew of a kill
+and what it said of the way back, and the memory that the last front held at first and in the end. Exit status 1 where
+anything was wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.harness.announcements import find_leftovers
 from scripts.harness.children import ChildError
-from scripts.harness.server import Server, open_client, write_config
+from scripts.harness.server import Server, open_client, wait_for, write_config
 from scripts.harness.trials import Trial, make_parser, play_trial
 from scripts.soak.judged_clients import Reply, Verdict, ask
 from scripts.soak.questions import Question, ask_reference, make_rows
@@ -52,8 +53,11 @@ LONGEST = 160
 class Chaos(Trial):
     """Clients that ask without end, and what became of their questions."""
 
-    def __init__(self, server: Server, questions: list[Question], num_clients: int) -> None:
+    def __init__(
+        self, server: Server, questions: list[Question], num_clients: int, streams_all: bool, standby: bool
+    ) -> None:
         super().__init__()
+        self._streams_all, self._standby, self._num_standing = streams_all, standby, 0
         self._server = server
         self._questions = cycle(questions)
         self._num_clients = num_clients
@@ -84,6 +88,16 @@ class Chaos(Trial):
                 raise ChildError(f"only {len(reading)} of {self._num_clients} clients read after {PATIENCE:g} s")
             await asyncio.sleep(0.005)
 
+    async def wait_standing(self) -> None:
+        """Wait until an engine stands by that did not before, where some do."""
+        if self._standby:
+            self._num_standing += 1
+            wanted = self._num_standing
+            await wait_for(lambda: self._count_standing() >= wanted or None, PATIENCE, "an engine that stands by")
+
+    def _count_standing(self) -> int:
+        return sum("stands by" in line for line in self._server.lines)
+
     async def _ask_on(self, number: int) -> None:
         while not self._is_over:
             async with open_client(self._server.url, PATIENCE) as client:
@@ -96,10 +110,10 @@ class Chaos(Trial):
                 await asyncio.sleep(0.05)
 
     async def _ask(self, client: httpx.AsyncClient, number: int) -> Verdict:
-        question, reply = next(self._questions), Reply()
+        question, reply, streams = next(self._questions), Reply(), self._streams_all or number % 4 != 3
         self.open[number] = reply
         try:
-            await asyncio.wait_for(ask(client, self._server.model, question, number % 4 != 3, reply), PATIENCE)
+            await asyncio.wait_for(ask(client, self._server.model, question, streams, reply), PATIENCE)
             verdict, detail = reply.judge(question)
         except TimeoutError:
             verdict, detail = Verdict.WRONG, f"it hangs: {len(reply.arrivals)} pieces, no end within {PATIENCE:g} s"
@@ -115,6 +129,7 @@ class Chaos(Trial):
 async def kill_part(server: Server, chaos: Chaos, victim: str) -> dict[str, Any]:
     """Kill or stop a part under load and wait until the server serves again; returns how long that took, and the
     pauses of streams that were read."""
+    await chaos.wait_standing()
     reading = await chaos.wait_streaming()
     process = await server.find(victim.removeprefix(STOP), PATIENCE)
     told = len(server.lines)
@@ -125,12 +140,26 @@ async def kill_part(server: Server, chaos: Chaos, victim: str) -> dict[str, Any]
         await server.wait_over()
         await server.start(PATIENCE)
         return {"back_s": time.perf_counter() - before, "pauses_s": []}
+    noticed_s: float | None = None
     while any(reply in chaos.open.values() for reply in reading):
+        if noticed_s is None and find_line(server, told, NOTICED):
+            noticed_s = time.perf_counter() - before
         await asyncio.sleep(0.01)
     await server.wait_healthy(PATIENCE)
-    back = next((line for line in server.lines[told:] if "started again" in line or "go on without" in line), "")
     pauses = [pause for reply in reading if (pause := reply.longest_pause_after(before)) is not None]
-    return {"back_s": time.perf_counter() - before, "pauses_s": pauses, "told": back}
+    told_back = find_line(server, told, ("is up again after",))
+    return {
+        "back_s": time.perf_counter() - before, "pauses_s": pauses, "noticed_s": noticed_s, "told": told_back,
+    }  # fmt: skip
+
+
+NOTICED = ("started again", "goes on without")
+"""In lines of a front that knows of a kill."""
+
+
+def find_line(server: Server, start: int, words: tuple[str, ...]) -> str:
+    """The first line from number `start` on that has one of some words; empty where there is none."""
+    return next((line for line in server.lines[start:] if any(word in line for word in words)), "")
 
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -140,11 +169,13 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     questions = await ask_reference(config, rows, folder)
     kills = len(options.victims) * options.kills
     words = ["--set", f"server.max_restarts={min(1000, kills + 1)}"]
+    words += ["--set", "server.standby=true"] if options.standby else []
+    words += [word for override in options.overrides for word in ("--set", override)]
     if any(victim.startswith(STOP) for victim in options.victims):
         words += ["--set", "launch.heartbeat_seconds=5"]
     server = Server(config, folder, tuple(words))
     await server.start(PATIENCE)
-    chaos = Chaos(server, questions, options.clients)
+    chaos = Chaos(server, questions, options.clients, options.streams_all, options.standby)
     asking = asyncio.create_task(chaos.ask_on())
     held: list[int] = []
     found: dict[str, list[dict[str, Any]]] = {victim: [] for victim in options.victims}
@@ -196,6 +227,15 @@ def summarize(times: list[dict[str, Any]]) -> dict[str, Any]:
     told: dict[str, Any] = {"kills": len(times), "back_s": round(statistics.median(one["back_s"] for one in times), 2)}
     if pauses:
         told |= {"pause_s_median": round(statistics.median(pauses), 2), "pause_s_max": round(max(pauses), 2)}
+    told["each"] = [
+        {
+            "streams": len(one["pauses_s"]),
+            "pause_s": round(max(one["pauses_s"], default=0.0), 2),
+            "noticed_s": round(one["noticed_s"], 2) if one.get("noticed_s") is not None else None,
+            "told": one.get("told", ""),
+        }
+        for one in times
+    ]
     return told
 
 
@@ -203,6 +243,11 @@ def main() -> int:
     """Try it, and tell."""
     parser = make_parser(__doc__, clients=8, ranks=3)
     parser.add_argument("--kills", type=int, default=10, help="of each part")
+    parser.add_argument("--standby", action="store_true", help="server.standby, and kill where an engine stands by")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of the server's YAML file"
+    )
+    parser.add_argument("--streams-all", action="store_true", help="instead of three of four answers")
     parser.add_argument("--victims", help="parts to kill, or to `stop`, separated by commas  [default: kill all]")
     options = parser.parse_args()
     if options.victims is None:

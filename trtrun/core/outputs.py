@@ -225,7 +225,7 @@ class RankReport:
     `kernels` says what its engines compute with: "triton", "avx512_bf16" (trtrun's own on the CPU) or "torch".
     `device_kind` names the make of its device, as far as speeds depend on it.
     `files_hash` tells the files of its models, as they were once it had read them, from others.
-    `start_seconds` is what phases of its start took, by name, in order: from weights to all kernels run once.
+    `start_seconds` is what phases of its start took, by name, in order: from communicators to all kernels run once.
     """
 
     rank: int
@@ -250,3 +250,10 @@ class StartReport:
     """All ranks' reports, in rank order."""
 
     ranks: tuple[RankReport, ...] = field(default_factory=tuple)
+
+    def phase_seconds(self) -> dict[str, float]:
+        """What phases of the start took, in order, on the rank that was the last in each."""
+        found: dict[str, float] = {}
+        for phase, seconds in (item for rank in self.ranks for item in rank.start_seconds.items()):
+            found[phase] = max(seconds, found.get(phase, 0.0))
+        return found

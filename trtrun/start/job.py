@@ -268,13 +268,16 @@ def _run_worker(spec: JobSpec, control: ControlPlane, world: MPI.Intracomm, may_
     slot = topology.slot(world.rank)
     assert slot is not None
     activity.start(Phase.CONNECTING)
+    begun = time.monotonic()
     groups = open_groups(world, topology, device_of(slot), may_spin)
     verify_groups(groups, topology, world.rank)
     control.warm_up()
+    seconds = {"communicators": round(time.monotonic() - begun, 3)}
     try:
         is_lost = partial(_is_lost, heartbeat, topology)
         worker = start_worker(
-            control, lambda message: RankStartup(spec.with_models(message), world.rank, groups, activity, is_lost)
+            control,
+            lambda message: RankStartup(spec.with_models(message), world.rank, groups, activity, is_lost, seconds),
         )
         if worker is not None:
             heartbeat.send_now()

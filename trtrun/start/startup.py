@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -74,6 +75,7 @@ class RankStartup:
         groups: Groups,
         activity: Activity | None = None,
         draft_is_lost: Callable[[], bool] = lambda: False,
+        seconds: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         slot = spec.topology.slot(rank)
         assert slot is not None, "only ranks with a device start engines"
@@ -100,7 +102,7 @@ class RankStartup:
             lambda engines, fed, exchange: self._worker_factory(engines, fed, 1).make_worker(exchange),
         )
         self._working_bytes = 0
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = dict(seconds)  # of the phases before
         self._lap_at = 0.0
         target, draft = groups.target is not None, groups.draft is not None
         self._cache = EngineCache([config.target if target else None, config.draft if draft else None], self._device)

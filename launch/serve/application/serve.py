@@ -169,6 +169,7 @@ class _Server:
             on_recovery=self._engine_has_recovered,
             on_restart=self._engine_is_restarted,
             on_early_end=say,
+            on_news=say,
         )
         keeping = asyncio.create_task(self._running.keep(events))
         waiting = asyncio.create_task(self._is_ready.wait())

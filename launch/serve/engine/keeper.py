@@ -23,6 +23,7 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.jobs.mpi.processes import ending_with_parent
 from launch.jobs.mpi.supervise import GRACE_SECONDS
 from launch.serve.engine.messages import Heartbeat, Standing
+from launch.serve.engine.standby import Standby
 from parallel.watchdog.heartbeat_server import PATIENCE_HEARTBEATS, heartbeat_interval
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
@@ -164,6 +165,7 @@ class EngineKeeper:
         limit: RestartLimit,
         on_restart: Callable[[str], None],
         on_early_end: Callable[[str], None],
+        standby: Standby | None = None,
     ) -> None:
         """Keep what a command starts.
 
@@ -174,7 +176,10 @@ class EngineKeeper:
             limit: on restarts, for what is told of them.
             on_restart: called with a line for the user before each.
             on_early_end: called with such a line where an engine was killed before it was up, and could not say so.
+            standby: makes engines that wait for their turn; None where each is started when it is.
         """
+        self._standby = standby
+        self._preparing: asyncio.Task[None] | None = None
         self._command = command
         self._environment = dict(environment)
         self._may_restart = may_restart
@@ -189,6 +194,8 @@ class EngineKeeper:
     def note_up(self) -> None:
         """The engine is there."""
         self._was_up = self._is_up = True
+        if self._standby is not None and not self._closing.is_set():
+            self._preparing = asyncio.create_task(self._standby.prepare())
 
     def note_silence(self) -> None:
         """The engine says nothing any more: it has to end soon."""
@@ -204,14 +211,14 @@ class EngineKeeper:
         Raises:
             FailedError: it ended too often.
         """
+        try:
+            return await self._keep()
+        finally:
+            await self._end_standby()
+
+    async def _keep(self) -> int:
         while True:
-            # stdout stays the frontend's: ranks have nothing to write there. A session of its own keeps Ctrl-C from it.
-            self._process = process = await asyncio.create_subprocess_exec(
-                *ending_with_parent(self._command()),
-                env=self._environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = process = await self._begin()
             self._is_up = False
             if self._closing.is_set():
                 self.note_silence()
@@ -235,6 +242,32 @@ class EngineKeeper:
             self._on_restart(f"{cause}; it is started again {when}({self._limit}), and requests go on when it is up")
             if waits and await self._is_closed_within(RETRY_SECONDS):
                 return _status(status)
+
+    async def _begin(self) -> asyncio.subprocess.Process:
+        """The next engine: one that stood by, or a new one."""
+        if self._preparing is not None:
+            await self._preparing
+        waiting = None if self._standby is None else self._standby.take()
+        if waiting is not None:
+            return waiting
+        # stdout stays the frontend's: ranks have nothing to write there. A session of its own keeps Ctrl-C from it.
+        return await asyncio.create_subprocess_exec(
+            *ending_with_parent(self._command()),
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    async def _end_standby(self) -> None:
+        """End what stands by: its turn does not come."""
+        if self._standby is None:
+            return
+        if self._preparing is not None:
+            await self._preparing
+        waiting = self._standby.give_up()
+        if waiting is not None:
+            _end(waiting)
+            await waiting.wait()
 
     async def close(self) -> None:
         """Let the engine end, which was asked to, or end it; and do not start it again."""
@@ -274,14 +307,16 @@ class EngineKeeper:
         self._end()
 
     def _end(self) -> None:
-        """Ask the process to end, which it passes on to its ranks; one that does not is killed."""
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        loop = asyncio.get_running_loop()
-        loop.call_later(END_SECONDS, lambda: process.kill() if process.returncode is None else None)
+        if self._process is not None and self._process.returncode is None:
+            _end(self._process)
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
+    """Ask a process to end, which it passes on to its ranks; one that does not is killed."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    loop = asyncio.get_running_loop()
+    loop.call_later(END_SECONDS, lambda: process.kill() if process.returncode is None else None)
 
 
 def engine_command(arguments: Sequence[str]) -> list[str]:

@@ -108,6 +108,8 @@ class Ready(_Message, frozen=True, tag="ready"):
         limits: fields of SchedulerLimits.
         memory: bytes that its ranks hold, by "gpu" and "cpu": weights, KV store and the largest round.
         files: tell the files that it was read from, by what they are, from others (`hash_files`).
+        start_seconds: since rank 0's process began, or its turn.
+        start_phases: of these what phases took, in order, by name; what comes before the first is not named.
     """
 
     version: str
@@ -115,6 +117,8 @@ class Ready(_Message, frozen=True, tag="ready"):
     limits: dict[str, int | bool | tuple[int | bool, ...] | None]
     memory: dict[str, int] = {}
     files: dict[str, str] = {}
+    start_seconds: float = 0.0
+    start_phases: dict[str, float] = {}
 
     def scheduler_limits(self) -> SchedulerLimits:
         """The engine's limits, by which prompts are refused before they are sent."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from pathlib import Path
 from launch.exit_codes import ExitCode, FailedError
 from launch.jobs.check.rank_check import check_before_run
 from launch.jobs.mpi.job import finish_mpi
-from launch.jobs.mpi.start_progress import StartProgress
+from launch.jobs.mpi.start_progress import STARTED, StartProgress
 from launch.jobs.terminal import Bar
 from launch.serve.engine.handshake import connect, hash_config, hash_files
 from launch.serve.engine.keeper import find_late, is_watched
@@ -40,6 +41,7 @@ from launch.serve.engine.messages import (
     Status,
 )
 from launch.serve.engine.outbox import Outbox, Sending
+from launch.serve.engine.standby import wait_for_turn
 from parallel.watchdog.heartbeat_server import heartbeat_interval
 from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM
@@ -52,8 +54,8 @@ from trtrun.rounds.failures import losable_ranks
 from trtrun.start.job_spec import JobSpec
 
 
-async def describe_engine(llm: AsyncLLM) -> Ready:
-    """What an engine that is loaded says of itself."""
+async def describe_engine(llm: AsyncLLM, begun: float) -> Ready:
+    """What an engine that is loaded says of itself, whose start has begun then."""
     # How many places layers with windows have changes no text: an engine that is started again may have another number.
     limits = await llm.call(lambda engine: asdict(replace(engine.scheduler.limits, windows=None, num_places=0)))
     others = {
@@ -65,6 +67,8 @@ async def describe_engine(llm: AsyncLLM) -> Ready:
         limits=limits,
         memory=_memory(llm.report),
         files=hash_files(llm.config) | others,
+        start_seconds=time.monotonic() - begun,
+        start_phases=llm.report.phase_seconds(),
     )
 
 
@@ -112,8 +116,13 @@ def read_status(engine: LLMEngine) -> Status:
     )
 
 
-def play_engine(spec: JobSpec, socket_name: str) -> int:
+def play_engine(spec: JobSpec, socket_name: str, turn_name: str | None = None) -> int:
     """Play this rank's part: workers serve rank 0 until the job is over, rank 0 serves the frontend until that ends.
+
+    Args:
+        spec: of the job.
+        socket_name: where the frontend listens.
+        turn_name: where it says that it is this engine's turn; None where it is.
 
     Raises:
         TrtrunError: the ranks do not fit together, or a model cannot be loaded.
@@ -121,10 +130,14 @@ def play_engine(spec: JobSpec, socket_name: str) -> int:
         FailedError: the frontend cannot be reached.
     """
     check_before_run(spec)
+    begun = STARTED
+    if turn_name is not None:
+        wait_for_turn(turn_name, has_gpus=any(slot.device.startswith("cuda") for slot in spec.topology.slots))
+        begun = time.monotonic()
     llm = open_engine(spec)
     if llm is not None:
         with llm:
-            asyncio.run(_serve(llm, socket_name))
+            asyncio.run(_serve(llm, socket_name, begun))
     finish_mpi()
     return ExitCode.DONE
 
@@ -139,16 +152,17 @@ def open_engine(spec: JobSpec) -> AsyncLLM | None:
     return llm
 
 
-async def _serve(llm: AsyncLLM, socket_name: str) -> None:
+async def _serve(llm: AsyncLLM, socket_name: str, begun: float) -> None:
     try:
         connection = connect(socket_name)
     except OSError as error:
         raise FailedError(f"the front cannot be reached at {socket_name}: {error.strerror}") from None
-    await serve_frontend(llm, connection)
+    await serve_frontend(llm, connection, begun)
 
 
-async def serve_frontend(llm: AsyncLLM, connection: socket.socket) -> None:
-    """Greet the frontend and do what it says, until it closes or is gone.
+async def serve_frontend(llm: AsyncLLM, connection: socket.socket, begun: float = STARTED) -> None:
+    """Greet the frontend and do what it says, until it closes or is gone. The engine's start has begun then, by
+    time.monotonic().
 
     Raises:
         RankFailedError: a rank failed.
@@ -158,7 +172,7 @@ async def serve_frontend(llm: AsyncLLM, connection: socket.socket) -> None:
     outbox = Outbox(connection.dup(), asyncio.get_running_loop())
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
-        await _Served(llm, outbox).follow(MessageStream(reader))
+        await _Served(llm, outbox, begun).follow(MessageStream(reader))
     finally:
         outbox.close()
         writer.close()
@@ -167,8 +181,8 @@ async def serve_frontend(llm: AsyncLLM, connection: socket.socket) -> None:
 class _Served:
     """Serves one frontend's requests. The engine's thread itself sends what comes of them."""
 
-    def __init__(self, llm: AsyncLLM, outbox: Outbox) -> None:
-        self._llm = llm
+    def __init__(self, llm: AsyncLLM, outbox: Outbox, begun: float = STARTED) -> None:
+        self._llm, self._begun = llm, begun
         self._outbox = outbox
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[None] = self._loop.create_future()
@@ -179,7 +193,7 @@ class _Served:
 
     async def follow(self, messages: MessageStream) -> None:
         """Serve the frontend's messages until it ends; see `serve_frontend`."""
-        self._outbox.send(await describe_engine(self._llm))
+        self._outbox.send(await describe_engine(self._llm, self._begun))
         reading = asyncio.create_task(self._read(messages))
         changing = asyncio.create_task(self._change_adapters())
         self._telling.add(asyncio.create_task(self._send_heartbeats()))

@@ -7,6 +7,7 @@ configuration and the same files, and has the same room.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from launch.serve.engine.client import EngineClient
 from launch.serve.engine.handshake import hash_config, hash_files, make_name
 from launch.serve.engine.keeper import SILENT_TIMES, EngineKeeper, EngineWatch, RestartLimit, is_watched
 from launch.serve.engine.messages import Ready
+from launch.serve.engine.standby import Standby
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
 
@@ -30,6 +32,7 @@ class EngineEvents:
         on_recovery: it gets on again.
         on_restart: it is started again; with a line for the user.
         on_early_end: it was killed before it was up; the same.
+        on_news: it is up again, and what the seconds went to, or the next one stands by; with a line for the user.
     """
 
     on_ready: Callable[[], None]
@@ -38,6 +41,18 @@ class EngineEvents:
     on_recovery: Callable[[], None]
     on_restart: Callable[[str], None]
     on_early_end: Callable[[str], None]
+    on_news: Callable[[str], None]
+
+
+def describe_return(seconds: float, ready: Ready) -> str:
+    """That an engine is up again so many seconds after the end of the one before, and what these went to."""
+    phases = ready.start_phases
+    before = max(0.0, seconds - ready.start_seconds)
+    meeting = max(0.0, ready.start_seconds - sum(phases.values()))
+    named = {"until its ranks ran": before, "imports and meeting": meeting, **phases}
+    return f"the engine is up again after {seconds:.1f} s: " + "; ".join(
+        f"{name} {taken:.1f}" for name, taken in named.items()
+    )
 
 
 class RestartedEngine:
@@ -63,6 +78,7 @@ class RestartedEngine:
         self._first: Ready | None = None
         self._change: str | None = None
         self._keeper: EngineKeeper | None = None
+        self._ended_at: float | None = None
         launch, self._is_alone = config.launch, is_watched(config)
         silent = launch.heartbeat_seconds * (1 if self._is_alone else SILENT_TIMES)
         self._watch = EngineWatch(silent, launch.start_seconds if self._is_alone else None)
@@ -80,19 +96,25 @@ class RestartedEngine:
         def begin() -> None:
             keeper.note_up()
             events.on_ready()
+            if self._ended_at is not None and self.engine.ready is not None:
+                events.on_news(describe_return(time.monotonic() - self._ended_at, self.engine.ready))
+            self._ended_at = None
 
         def lose() -> None:
             self._watch.forget()
             events.on_lost()
             keeper.note_silence()
 
+        environment = build_environment()
+        standby = Standby(self._build_command, environment, events.on_news) if self._config.server.standby else None
         self._keeper = keeper = EngineKeeper(
             self._build_command,
-            build_environment(),
+            environment,
             self._may_restart,
             self._limit,
             events.on_restart,
             events.on_early_end,
+            standby,
         )
         self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
         self.engine.on_faulty_request = self._limit.forgive
@@ -139,6 +161,7 @@ class RestartedEngine:
 
     def _may_restart(self) -> bool:
         """Whether the engine that has ended may be started again."""
+        self._ended_at = self._ended_at or time.monotonic()  # one that ended at its start was never up
         self.engine.drop()
         number = self.engine.take_loss()
         if self._limit.allow(number):

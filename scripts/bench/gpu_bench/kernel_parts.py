@@ -1,56 +1,60 @@
-"""Parts that look at kernels: what each takes in a round, layers of experts by what they are held in, and by tiles.
+"""What the µs of a token over two GPUs are, and what ranks send each other for a layer of experts.
 
-It knows the programs that measure, and their JSON. It does not know when it runs.
+It knows the JSON of kernel_times.py and exchange_times.py. It does not know when it runs.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from pathlib import Path
+from typing import Any
 
+from scripts.bench.gpu_bench.cut_parts import BOTH
 from scripts.bench.gpu_bench.placements import ONE
 from scripts.bench.gpu_bench.workbench import Workbench
 from scripts.harness.children import run
 
-HERE = Path(__file__).resolve().parent
-PROFILED_PAIRS = ("8b", "30b-a3b", "gpt-oss-120b", "27b-states", "35b-a3b", "v2-lite")
+_PROGRAM = "scripts.bench.gpu_bench.{}"
+SHOWN = 14
+"""Kernels of a rank that a table shows; the file of figures has all."""
 
 
-def play_round_kernels(bench: Workbench, pair: str) -> None:
-    """The kernels of a round of few rows and of many, plain and speculative, the longest first."""
-    few, *_, many = bench.options.scale.rows
-    sets = [word for override in bench.options.overrides for word in ("--set", override)]
-    words = [sys.executable, HERE / "round_kernels.py", bench.config(pair, ONE), f"{few},{many}", *sets]
+def play_kernels(bench: Workbench) -> None:
+    """The 8B shape, plain, one row, on one device and over two: µs a token of products, of each other kernel, and of
+    nothing. Times are the profiler's, which makes a token a little longer."""
+    total = bench.table(
+        "8B-shaped target, plain, one row: µs a token", "way", "rank", "token", "products", "other kernels", "nothing"
+    )
+    columns = ("way", "rank", "kernel", "product", "calls a token", "µs a token, beside nothing longer", "in all")
+    kernels = bench.table("The same by kernel", *columns, "nothing behind it")
+    for way, placement in (("one device", ONE), ("TP 2", BOTH)):
+        for found in _profile(bench, way.replace(" ", "-"), bench.config("8b", placement, drafts=False)):
+            bench.keep({"way": way, **found})
+            parts = (found[name] for name in ("token_us", "products_us", "other_kernels_us", "idle_us"))
+            total.add(way, found["rank"], *parts)
+            for kernel in found["kernels"][:SHOWN]:
+                times = (kernel[name] for name in ("calls", "us", "running_us", "idle_behind_us"))
+                kernels.add(way, found["rank"], kernel["name"][:60], kernel["is_product"], *times)
+
+
+def _profile(bench: Workbench, name: str, config: object) -> list[dict[str, Any]]:
+    """What each rank with a device says."""
+    folder = bench.folder / f"kernels-{name}"
+    folder.mkdir()
+    words = [sys.executable, "-m", _PROGRAM.format("kernel_times"), config, folder, bench.options.scale.max_tokens]
+    run(words, bench.folder, bench.deadline).succeed()
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
+
+
+def play_exchange(bench: Workbench) -> None:
+    """What each rank sends for a layer of the 30B-A3B shape, and whole layers cut both ways; on GPUs in graphs."""
+    pair, scale = bench.pair("30b-a3b"), bench.options.scale
+    config = bench.config("30b-a3b", BOTH, drafts=False)
+    rows = ",".join(map(str, (*scale.rows, scale.most_rows)))
+    words = [sys.executable, "-m", _PROGRAM.format("exchange_times"), config, pair.target, rows]
     report = run(words, bench.folder, bench.deadline).succeed().last_json()
-    bench.keep({"pair": pair, **report})
-    for entry in report["results"]:
-        title = (
-            f"{pair}-shaped pair, {entry['mode']}, rows: {entry['rows']}; a round takes {entry['round_ms']:.3f} ms, "
-            f"{entry['launches']:.0f} kernels {entry['kernels_ms']:.3f} ms"
-        )
-        table = bench.table(title, "kernel", "a round", "µs each", "µs a round")
-        for kernel in entry["kernels"]:
-            table.add(kernel["name"], kernel["calls"], kernel["us_each"], kernel["us_a_round"])
-        table.add("others", None, None, entry["others_us"])
-
-
-def play_expert_layers(bench: Workbench) -> None:
-    """Microseconds a layer of experts, by what they are held in and by rows; on GPUs alone."""
-    report = run([sys.executable, HERE / "expert_layers.py"], bench.folder, bench.deadline).succeed().last_json()
     bench.keep({"report": report})
-    table = bench.table("Layers of experts", "shape", "held in", "rows", "µs a layer", "TB/s")
+    names = list(report["results"][0]["us"])
+    table = bench.table(f"A layer of experts, {pair.target}-shaped, µs: {BOTH.about}", "rows", *names)
     for entry in report["results"]:
-        table.add(entry["shape"], entry["form"], entry["rows"], entry["us"], entry["TB/s"])
-
-
-def play_expert_tiles(bench: Workbench) -> None:
-    """Microseconds a layer of experts in bfloat16 with other tiles than those that are used; on GPUs alone."""
-    report = run([sys.executable, HERE / "expert_tiles.py"], bench.folder, bench.deadline).succeed().last_json()
-    bench.keep({"report": report})
-    columns = ("shape", "rows", "µs as it is", "changed", "features x inputs, warps, stages", "µs")
-    table = bench.table("Layers of experts by tiles", *columns)
-    for entry in report["results"]:
-        for kind in ("gates", "product"):
-            for features, inputs, warps, stages, time in entry[kind]:
-                tile = f"{features} x {inputs}, {warps}, {stages}"
-                table.add(entry["shape"], entry["rows"], entry["us"], kind, tile, time)
+        table.add(entry["rows"], *(entry["us"][name] for name in names))

@@ -8,11 +8,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from scripts.bench.gpu_bench.family_configs import (
+    GEMMA3,
+    GEMMA4,
+    GPT_OSS,
+    LATENTS,
+    NEXT,
+    NEXT_DENSE,
+    STATES,
+    STATES_AND_EXPERTS,
+    TINY_GEMMA3,
+    TINY_GEMMA4,
+    TINY_GPT_OSS,
+    TINY_LATENTS,
+    TINY_STATES,
+    TINY_STATES_AND_EXPERTS,
+)
 
 MOST_POSITIONS = 32768
 
@@ -93,91 +110,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its draft, by the names of their shapes, and the draft_len that fits."""
+    """A target and its draft, by the names of their shapes, the draft_len that fits, and the pair that stands for it on
+    CPU slots."""
 
     target: str
     draft: str
     draft_len: int
+    tiny: str = "tiny"
 
-
-_STATES = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "rms_norm_eps": 1e-6,
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "mtp_num_hidden_layers": 1,
-}
-_STATES_AND_EXPERTS = _STATES | {
-    "architectures": ["Qwen3_5MoeForCausalLM"],
-    "model_type": "qwen3_5_moe_text",
-    "linear_num_value_heads": 32,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
-_NEXT = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "rms_norm_eps": 1e-6,
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
-"""What vLLM 0.26 knows of these. It has no attention heads of 256: there are twice as many of 128, the same bytes. Its
-dense ones have a layer of few experts at the end."""
-_NEXT_DENSE = _NEXT | {"linear_num_value_heads": 48, "num_experts": 8, "mlp_only_layers": [*range(63)]}
-_GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "rope_theta": 150000.0,
-    "rope_scaling": {
-        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-    "quantization_config": {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
-        ],
-    },
-}  # fmt: skip
-_LATENTS = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1408,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "topk_method": "greedy",
-}
 
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8),
@@ -191,23 +131,24 @@ SHAPES = {
     "1b-parallel": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True),
     "30b-a3b": Shape(2048, 6144, 48, 32, 4, 151936, experts=Experts(128, 8, 768), head_size=128),
     "30b-a3b-draft": Shape(2048, 6144, 4, 32, 4, 151936, experts=Experts(128, 8, 768), head_size=128),
-    "27b-states": Shape(5120, 17408, 64, 24, 4, 248320, head_size=256, says=_STATES),
-    "27b-states-draft": Shape(5120, 17408, 4, 24, 4, 248320, head_size=256, says=_STATES),
+    "27b-states": Shape(5120, 17408, 64, 24, 4, 248320, head_size=256, says=STATES),
+    "27b-states-draft": Shape(5120, 17408, 4, 24, 4, 248320, head_size=256, says=STATES),
     "27b-states-long": Shape(
-        5120, 17408, 64, 24, 4, 248320, head_size=256, says=_STATES | {"max_position_embeddings": 131072}
+        5120, 17408, 64, 24, 4, 248320, head_size=256, says=STATES | {"max_position_embeddings": 131072}
     ),
-    "35b-a3b": Shape(2048, 512, 40, 16, 2, 248320, head_size=256, says=_STATES_AND_EXPERTS),
-    "35b-a3b-draft": Shape(2048, 512, 4, 16, 2, 248320, head_size=256, says=_STATES_AND_EXPERTS),
-    "27b-next": Shape(5120, 17408, 64, 48, 8, 248320, head_size=128, says=_NEXT_DENSE),
-    "35b-next": Shape(2048, 512, 40, 32, 4, 248320, head_size=128, says=_NEXT),
-    "gpt-oss-120b": Shape(2880, 2880, 36, 64, 8, 201088, head_size=64, says=_GPT_OSS),
-    "gpt-oss-120b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=_GPT_OSS),
-    "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, 201088, head_size=64, says=_GPT_OSS | {"num_local_experts": 32}),
-    "v2-lite": Shape(2048, 10944, 27, 16, 16, 102400, says=_LATENTS),
-    "v2-lite-draft": Shape(2048, 10944, 4, 16, 16, 102400, says=_LATENTS),
-    "gpt-oss-20b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=_GPT_OSS | {"num_local_experts": 32}),
+    "35b-a3b": Shape(2048, 512, 40, 16, 2, 248320, head_size=256, says=STATES_AND_EXPERTS),
+    "35b-a3b-draft": Shape(2048, 512, 4, 16, 2, 248320, head_size=256, says=STATES_AND_EXPERTS),
+    "27b-next": Shape(5120, 17408, 64, 48, 8, 248320, head_size=128, says=NEXT_DENSE),
+    "35b-next": Shape(2048, 512, 40, 32, 4, 248320, head_size=128, says=NEXT),
+    "gpt-oss-120b": Shape(2880, 2880, 36, 64, 8, 201088, head_size=64, says=GPT_OSS),
+    "gpt-oss-120b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=GPT_OSS),
+    "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, 201088, head_size=64, says=GPT_OSS | {"num_local_experts": 32}),
+    "v2-lite": Shape(2048, 10944, 27, 16, 16, 102400, says=LATENTS),
+    "v2-lite-draft": Shape(2048, 10944, 4, 16, 16, 102400, says=LATENTS),
+    "gpt-oss-20b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=GPT_OSS | {"num_local_experts": 32}),
+    "gemma3": Shape(3840, 15360, 12, 16, 8, 262144, head_size=256, says=GEMMA3),
+    "gemma4": Shape(2816, 2112, 12, 16, 8, 262144, head_size=256, says=GEMMA4),
     "tiny-experts": Shape(128, 256, 8, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
-    "tiny-experts-draft": Shape(128, 256, 2, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
     "8b-repeating": Shape(4096, 14336, 32, 32, 8, repeats=True),
     "1b-repeating": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True, repeats=True),
     "tiny-repeating": Shape(128, 256, 8, 8, 8, 1003, "float32", repeats=True),
@@ -216,35 +157,62 @@ SHAPES = {
     "tiny-int4": Shape(128, 256, 8, 8, 8, 1003, "float32", quantized=True),
     "tiny-draft": Shape(128, 256, 2, 8, 8, 1003, "float32"),
     "tiny-parallel": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True),
+    "tiny-states": Shape(128, 256, 8, 4, 2, 1003, "float32", head_size=32, says=TINY_STATES),
+    "tiny-states-experts": Shape(128, 64, 8, 4, 2, 1003, "float32", head_size=32, says=TINY_STATES_AND_EXPERTS),
+    "tiny-gpt-oss": Shape(128, 128, 8, 4, 2, 1003, head_size=32, says=TINY_GPT_OSS),
+    "tiny-latents": Shape(128, 256, 8, 4, 4, 1003, "float32", says=TINY_LATENTS),
+    "tiny-gemma3": Shape(128, 256, 8, 4, 2, 1003, "float32", head_size=16, says=TINY_GEMMA3),
+    "tiny-gemma4": Shape(128, 256, 8, 4, 2, 1003, "float32", head_size=16, says=TINY_GEMMA4),
 }
+SHAPES |= {
+    f"{name}-few": replace(SHAPES[name], layers=layers) for name, layers in (("27b-states", 12), ("35b-a3b", 12))
+}
+"""Of few layers, for comparisons of texts."""
+SHAPES |= {
+    f"{name}-draft": replace(SHAPES[name], layers=layers)
+    for name, layers in (
+        ("gemma3", 6), ("gemma4", 6), ("tiny-experts", 2), ("tiny-states", 4), ("tiny-states-experts", 4),
+        ("tiny-gpt-oss", 2), ("tiny-latents", 2), ("tiny-gemma3", 2), ("tiny-gemma4", 6),
+    )
+}  # fmt: skip
 PAIRS = {
     "8b": Pair("8b", "8b-draft", 5),
-    "8b-int4": Pair("8b-int4", "8b-draft", 5),
+    "8b-int4": Pair("8b-int4", "8b-draft", 5, "tiny-int4"),
     "3b": Pair("3b", "3b-draft", 5),
-    "30b-a3b": Pair("30b-a3b", "30b-a3b-draft", 5),
-    "27b-states": Pair("27b-states", "27b-states-draft", 3),
-    "27b-states-long": Pair("27b-states-long", "27b-states-draft", 3),
-    "35b-a3b": Pair("35b-a3b", "35b-a3b-draft", 3),
-    "27b-next": Pair("27b-next", "27b-states-draft", 3),
-    "35b-next": Pair("35b-next", "35b-a3b-draft", 3),
-    "v2-lite": Pair("v2-lite", "v2-lite-draft", 5),
-    "gpt-oss-120b": Pair("gpt-oss-120b", "gpt-oss-120b-draft", 5),
-    "gpt-oss-20b": Pair("gpt-oss-20b", "gpt-oss-20b-draft", 5),
-    "tiny-experts": Pair("tiny-experts", "tiny-experts-draft", 4),
+    "30b-a3b": Pair("30b-a3b", "30b-a3b-draft", 5, "tiny-experts"),
+    "27b-states": Pair("27b-states", "27b-states-draft", 3, "tiny-states"),
+    "27b-states-long": Pair("27b-states-long", "27b-states-draft", 3, "tiny-states"),
+    "35b-a3b": Pair("35b-a3b", "35b-a3b-draft", 3, "tiny-states-experts"),
+    "27b-next": Pair("27b-next", "27b-states-draft", 3, "tiny-states"),
+    "35b-next": Pair("35b-next", "35b-a3b-draft", 3, "tiny-states-experts"),
+    "v2-lite": Pair("v2-lite", "v2-lite-draft", 5, "tiny-latents"),
+    "gpt-oss-120b": Pair("gpt-oss-120b", "gpt-oss-120b-draft", 5, "tiny-gpt-oss"),
+    "gpt-oss-20b": Pair("gpt-oss-20b", "gpt-oss-20b-draft", 5, "tiny-gpt-oss"),
+    "27b-states-few": Pair("27b-states-few", "27b-states-draft", 3, "tiny-states"),
+    "35b-a3b-few": Pair("35b-a3b-few", "35b-a3b-draft", 3, "tiny-states-experts"),
+    "gemma3": Pair("gemma3", "gemma3-draft", 5, "tiny-gemma3"),
+    "gemma4": Pair("gemma4", "gemma4-draft", 5, "tiny-gemma4"),
     "8b-1b": Pair("8b", "1b", 8),
-    "8b-parallel": Pair("8b", "1b-parallel", 8),
-    "8b-repeating": Pair("8b-repeating", "1b-repeating", 8),
+    "8b-parallel": Pair("8b", "1b-parallel", 8, "tiny-parallel"),
+    "8b-repeating": Pair("8b-repeating", "1b-repeating", 8, "tiny-repeating"),
     "70b": Pair("70b", "1b", 10),
     "70b-3b": Pair("70b", "3b", 10),
     "70b-8b": Pair("70b", "8b", 10),
-    "large-int4": Pair("70b-int4", "1b", 10),
-    "70b-parallel": Pair("70b", "1b-parallel", 10),
+    "large-int4": Pair("70b-int4", "1b", 10, "tiny-int4"),
+    "70b-parallel": Pair("70b", "1b-parallel", 10, "tiny-parallel"),
     "1b": Pair("1b", "1b", 5),
-    "tiny": Pair("tiny", "tiny-draft", 4),
-    "tiny-int4": Pair("tiny-int4", "tiny-draft", 4),
     "tiny-parallel": Pair("tiny", "tiny-parallel", 4),
-    "tiny-repeating": Pair("tiny-repeating", "tiny-draft-repeating", 4),
 }
+PAIRS |= {
+    name: Pair(name, f"{name}-draft", 4)
+    for name in (
+        "tiny", "tiny-experts", "tiny-states", "tiny-states-experts", "tiny-gpt-oss", "tiny-latents", "tiny-gemma3",
+        "tiny-gemma4",
+    )
+} | {
+    "tiny-int4": Pair("tiny-int4", "tiny-draft", 4),
+    "tiny-repeating": Pair("tiny-repeating", "tiny-draft-repeating", 4),
+}  # fmt: skip
 """A draft of the target's first layers often agrees with it; the 1B-shaped one never does."""
 
 

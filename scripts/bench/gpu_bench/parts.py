@@ -8,27 +8,29 @@ from __future__ import annotations
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts.bench.gpu_bench.ahead_parts import TRAINED_MTP
 from scripts.bench.gpu_bench.head_parts import play_eagle3_apart, play_heads, play_heads_beside_vllm
-from scripts.bench.gpu_bench.kernel_parts import (
-    PROFILED_PAIRS,
-    play_expert_layers,
-    play_expert_tiles,
-    play_round_kernels,
-)
 from scripts.bench.gpu_bench.kinds_parts import play_adapters, play_budgets, play_guided
+from scripts.bench.gpu_bench.part import Part
 from scripts.bench.gpu_bench.peer_parts import PEER_SHAPES, TEMPERATURE, TOP_P, play_first_tokens, play_shape, play_vllm
 from scripts.bench.gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
 from scripts.bench.gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
 from scripts.bench.gpu_bench.quantized_parts import play_quantized, play_quantized_kv
 from scripts.bench.gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
+from scripts.bench.gpu_bench.round_parts import (
+    PROFILED_PAIRS,
+    play_expert_layers,
+    play_expert_tiles,
+    play_round_kernels,
+)
 from scripts.bench.gpu_bench.start_parts import PROCESSES, play_engines, play_starts, play_useless_draft
 from scripts.bench.gpu_bench.tables import name_workload
+from scripts.bench.gpu_bench.two_devices import list_two_device_parts
 from scripts.bench.gpu_bench.workbench import Options, Workbench
 from scripts.harness.children import run
 
@@ -37,30 +39,6 @@ FAMILY_PAIRS = ("27b-states", "35b-a3b", "v2-lite", "gpt-oss-20b", "gpt-oss-120b
 """Pairs of other families, in dummy weights."""
 WANTED_RATE = 181.74
 """Tokens a second of a 70B target with a 1B draft that others have published."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part.
-
-    Attributes:
-        name: on the command line.
-        about: for people.
-        seconds: about how long it takes on GPUs.
-        play: does it.
-        is_usual: whether it runs where no parts are named.
-    """
-
-    name: str
-    about: str
-    seconds: float
-    play: Callable[[Workbench], None]
-    is_usual: bool = True
-
-    @property
-    def limit(self) -> float:
-        """Seconds after which it is stopped."""
-        return 60 + 2 * self.seconds
 
 
 def list_parts(options: Options) -> dict[str, Part]:
@@ -162,6 +140,8 @@ def _placements(options: Options) -> Iterator[Part]:
         if not place.is_apart and len(place.draft) == 1:
             play, usual = partial(play_vllm, placement=place), options.vllm_python is not None
             yield Part(f"vllm:{place.name}", f"8b-shaped pair beside vLLM: {place.about}", 360, play, usual)
+    if options.num_devices == 2:
+        yield from list_two_device_parts()
     if options.num_devices == 8:
         yield Part("seed-command", "scripts/run.py with draft and target on all eight", 75, play_seed_command)
 
@@ -261,9 +241,8 @@ def play_family(bench: Workbench, pair: str) -> None:
 
 
 def play_mtp(bench: Workbench) -> None:
-    """A target that drafts with a layer of its own, of whose three tokens so many are right as of a trained one."""
-    how: dict[str, Any] = {"method": "mtp", "draft_len": 3, "pacing": "fixed", "forced_acceptance": 3.2}
-    config = bench.config("27b-states", ONE, drafts=False, **how)
+    """A target that drafts with a layer of its own."""
+    config = bench.config("27b-states", ONE, drafts=False, **TRAINED_MTP)
     _speed_table(bench, "27b-states-shaped target with an MTP layer", bench.bench(config, bench.options.scale.rows))
 
 

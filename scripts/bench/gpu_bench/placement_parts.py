@@ -26,7 +26,7 @@ def play_placement(bench: Workbench, pair: str, placement: Placement) -> None:
     if forced:
         title += f", forced acceptance {speculation['forced_acceptance']:g}"
     speeds = bench.table(title, *_SPEED_COLUMNS)
-    memory = bench.table(f"{title}: start and memory", *_MEMORY_COLUMNS)
+    memory = memory_table(bench, f"{title}: start and memory", "ahead")
     rates: dict[int, dict[str, float]] = {}
     for ahead in _ways(placement):
         configs = [bench.config(pair, placement, job, ahead=ahead, **speculation) for job in range(placement.num_jobs)]
@@ -37,7 +37,7 @@ def play_placement(bench: Workbench, pair: str, placement: Placement) -> None:
         modes["speculative"] = "ahead" if ahead == "on" else "speculative"
         _add_speeds(speeds, placement, reports, modes, rates)
         for report in reports:
-            _add_memory(memory, report, ahead)
+            add_memory(memory, report, ahead)
     summary = bench.summary(f"{pair}-shaped pair, tokens/s", "placement", "rows", "devices", *_SUMMARY_COLUMNS)
     for rows, found in rates.items():
         best = max(found.values()) / placement.num_devices
@@ -82,10 +82,6 @@ _SPEED_COLUMNS = (
     "rows", "mode", "tokens/s", "per device", "ratio to plain", "acceptance", "hit rate", "equal texts", "round ms",
     *(f"{name.replace('_', ' ')} ms" for name in PHASES), "target idle",
 )  # fmt: skip
-_MEMORY_COLUMNS = (
-    "ahead", "start s", "rank", "device", "weights", "planned", "largest round", "planned at most", "KV store",
-    "KV tokens", "used on device",
-)  # fmt: skip
 
 
 def _add_speeds(
@@ -120,12 +116,18 @@ def _add_speeds(
             )  # fmt: skip
 
 
-def _add_memory(table: Table, report: dict[str, Any], ahead: str) -> None:
-    """A line for each rank with a device."""
+def memory_table(bench: Workbench, title: str, way: str) -> Table:
+    """A table for `add_memory`, whose jobs differ in `way`."""
+    columns = ("start s", "rank", "device", "weights", "planned", "largest round", "planned at most", "KV store")
+    return bench.table(title, way, *columns, "KV tokens", "used on device")
+
+
+def add_memory(table: Table, report: dict[str, Any], way: str) -> None:
+    """A line for each rank with a device, of what it holds beside what was planned."""
     for rank in report["memory"]:
         used = rank["device_used_bytes"]
         table.add(
-            ahead, report["start_s"], f"{rank['rank']} ({rank['role']})", rank["device"],
+            way, report["start_s"], f"{rank['rank']} ({rank['role']})", rank["device"],
             *(gibibytes(rank[key]) for key in (
                 "shard_bytes", "planned_shard_bytes", "working_bytes", "planned_working_bytes", "kv_bytes"
             )),

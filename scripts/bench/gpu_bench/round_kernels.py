@@ -2,8 +2,8 @@
 
 One process, so a target and its draft share a device. Rows decode fresh random prompts, plain and, where the
 configuration has a draft, speculative, first without and then with torch's profiler, which sees the kernels of graphs,
-too. A kernel that begins before the one in front of it ends counts its waiting as its own, so that times may add up to
-more than a round. On CPUs operations of torch stand in kernels' place. The last line is a JSON object.
+too. A moment is a product's while one runs, else that kernel's which began first (kernel_sweep.py). On CPUs operations
+of torch stand in kernels' place. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from scripts.bench.gpu_bench.kernel_times import describe, read_kernels
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import load_config
 from trtrun.models.config import read_model_config
 
 PROMPT_TOKENS = 32
-MOST_NAMED = 24
-"""Kernels of a round that are listed; the others are added up."""
 
 
 def profile_rounds(llm: LLM, prompts: list[list[int]], max_tokens: int, mode: str) -> dict[str, Any]:
@@ -52,29 +50,11 @@ def profile_rounds(llm: LLM, prompts: list[list[int]], max_tokens: int, mode: st
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
         llm.generate(prompts[rows:], sampling)
     rounds = llm.statistics()["num_rounds"]
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in profiled.events():
-        if on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA):
-            times[event.name].append(event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total)
-    kernels = [
-        {
-            "name": name[:60],
-            "calls": round(len(taken) / rounds, 2),
-            "us_each": round(sum(taken) / len(taken), 2),
-            "us_a_round": round(sum(taken) / rounds, 1),
-        }
-        for name, taken in times.items()
-    ]
-    kernels.sort(key=lambda kernel: -float(kernel["us_a_round"]))
-    return {
-        "rows": rows,
-        "mode": mode,
-        "round_ms": round(round_ms, 4),
-        "kernels_ms": round(sum(sum(taken) for taken in times.values()) / rounds / 1e3, 4),
-        "launches": round(sum(map(len, times.values())) / rounds, 1),
-        "kernels": kernels[:MOST_NAMED],
-        "others_us": round(sum(float(kernel["us_a_round"]) for kernel in kernels[MOST_NAMED:]), 1),
-    }
+    kernels = read_kernels(profiled, on_gpu)
+    window = {"start": min(one.start for one in kernels), "end": max(one.end for one in kernels), "tokens": rounds}
+    launches = round(len(kernels) / rounds, 1)
+    found = describe(kernels, window)
+    return {"rows": rows, "mode": mode, "round_ms": round(round_ms, 4), "launches": launches, **found}
 
 
 def main() -> None:

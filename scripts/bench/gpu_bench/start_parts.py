@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ def _list(rates: list[float]) -> str:
     return ", ".join(f"{rate:.0f}" for rate in rates)
 
 
-def play_starts(bench: Workbench, placement: Placement) -> None:
+def play_starts(bench: Workbench, placement: Placement, pairs: Sequence[str] = ("8b", "70b")) -> None:
     """From the command to ready: with empty caches, with warm ones, and with those that `trtrun warm-up` has filled."""
     table = bench.table(
         f"Starts: {placement.about}", "pair", "caches", "seconds to ready", "seconds of the command", "of warm-up"
     )
-    for pair in ("8b", "70b"):
+    for pair in pairs:
         config = bench.config(pair, placement, as_shipped=True)
         for name in ("own", "warmed"):
             folder = bench.folder / f"caches-{pair}-{name}"

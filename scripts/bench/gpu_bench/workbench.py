@@ -36,6 +36,8 @@ class Scale:
         max_tokens: new tokens of each prompt.
         repeats: timed runs of each case.
         kill_prompts, kill_tokens: prompts of a run in which a rank is killed, and their tokens.
+        turns: jobs of each kind, where kinds take turns.
+        streams: of a server that loses a rank, at once.
     """
 
     rows: tuple[int, ...]
@@ -48,6 +50,8 @@ class Scale:
     repeats: int
     kill_prompts: int
     kill_tokens: int
+    turns: int = 1
+    streams: int = 4
 
 
 ONE_COLD = ("1", "4", "16", "48", "100", "4x500", "1x12000", "16@0.7")
@@ -65,6 +69,8 @@ SCALES = {
         3,
         200,
         256,
+        turns=2,
+        streams=24,
     ),
     "cpu": Scale(
         (1, 2), 4, (1, 2), ("1x48", "2x48", "1x96"), ("1x48", "1x96"), dict.fromkeys(COLD, ("1", "2x48")), 8, 1, 40, 24
@@ -137,9 +143,7 @@ class Workbench:
 
     def pair(self, name: str) -> Pair:
         """A pair of shapes; a tiny one on CPU slots."""
-        tiny = next((f"tiny{end}" for end in ("-parallel", "-repeating", "-int4") if name.endswith(end)), "tiny")
-        tiny = "tiny-experts" if name == "30b-a3b" else tiny
-        return PAIRS[tiny if self.options.kind == "cpu" else name]
+        return PAIRS[PAIRS[name].tiny if self.options.kind == "cpu" else name]
 
     def model(self, shape: str) -> Path:
         """The directory of a shape, made when it is first asked for."""
@@ -173,7 +177,8 @@ class Workbench:
             pair: of PAIRS.
             placement: who sits where.
             job: which of the placement's jobs.
-            drafts: whether there is a draft; else the target runs alone, or drafts itself by a `method`.
+            drafts: whether there is a draft; else the target runs alone, or drafts itself by a `method`, whose heads
+                have the draft's device where this is not the target's.
             files: read weights from files, which are there.
             most_rows: that run at once, where they are more than the usual ones.
             as_shipped: leave the settings of speculation at their defaults; else rounds are all alike.
@@ -197,6 +202,8 @@ class Workbench:
             of_models = {"draft_len": shapes.draft_len, "ahead": "off"} if heads is None else {}
             alike = {"pacing": "fixed", **of_models, **speculation}
             values["speculation"] = speculation if as_shipped else alike
+        elif "method" in speculation and placement.is_apart:
+            values["draft"] = {"devices": draft}
         if pair.startswith("70b"):
             for role, name in (("target", options.target_quantization), ("draft", options.draft_quantization)):
                 if name != "none" and role in values:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import bench as bench
 from checkpoints import make_checkpoint, make_draft
 from commands import ROOT, Configs, Run, command_environment, command_words, faulty_environment
 from forked_commands import ForkedCommands, ForkedProcess, forked_words, shared_commands

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, Run, command_environment
+from bench_runs import GPUS, rows_of, states_of, summary_of
+from commands import ROOT, Run
 from drains import wait_for_end_of, wait_until
 from forked_bench import fork_commands
 from forked_commands import ForkedCommands, ranks_below
@@ -31,47 +32,12 @@ from scripts.bench.gpu_bench.tables import Table, show
 from scripts.bench.gpu_bench.workbench import Options, Workbench
 from scripts.seed_table import main as make_seed_table
 
-FORKED_BENCH = Path(__file__).parent / "forked_bench.py"
 WORDS = [sys.executable, str(ROOT / "scripts" / "bench" / "bench_gpu.py")]
-CPU = ("--devices", "cpu", "--time-limit", 900)
 PARTS = (
     "card", "check:draft1-target1", "8b:target2-draft-beside", "8b:draft1-target1", "kill-draft", "kill-target",
     "vllm:target2-draft-beside",
 )  # fmt: skip
 """Of two devices: each kind that the tests of one device have not."""
-
-GPUS = {count: ("--gpus", count, *CPU) for count in PLACEMENTS}
-
-
-@pytest.fixture
-def bench(forked_commands: ForkedCommands) -> Run:
-    """Return run(*arguments, timeout=…): the script, captured; its commands are forked."""
-
-    def run(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        descriptor = forked_commands.descriptor
-        words = [sys.executable, FORKED_BENCH, descriptor, *arguments]
-        return subprocess.run(
-            [str(word) for word in words], pass_fds=[descriptor], env=command_environment(), cwd=ROOT,
-            capture_output=True, text=True, timeout=timeout, check=False,
-        )  # fmt: skip
-
-    return run
-
-
-def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The last line."""
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def states_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    return {part["part"]: part["state"] for part in summary_of(done)["parts"]}
-
-
-def rows_of(text: str, title: str) -> list[dict[str, str]]:
-    """The Markdown table under a title, a mapping a row."""
-    lines = text[text.index(f"**{title}") :].splitlines()[2:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
-    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
 def check_placement(printed: str, output: Path) -> None:
@@ -324,8 +290,8 @@ def test_parts_of_one_device(bench: Run) -> None:
     done = bench(*GPUS[1], "--parts", parts, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states_of(done) == dict.fromkeys(parts.split(","), "done")
-    kernels = rows_of(done.stdout, r"8b-shaped pair, speculative, rows: 1; .*")
-    assert sum(float(row["µs a round"]) for row in kernels) > 0 and len(kernels) > 10
+    kernels = rows_of(done.stdout, "8b-shaped pair, speculative, rows: 1; a round takes")
+    assert sum(float(row["in all"]) for row in kernels) > 0 and len(kernels) > 10
 
 
 def test_the_example_of_another_runtime_runs_as_a_part(

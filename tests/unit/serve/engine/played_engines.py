@@ -33,6 +33,7 @@ class Process:
         self.words, self.config, self._client = words, config, client
         self.returncode: int | None = None
         self.heard: list[Generate] = []
+        self.turns: list[bytes] = []
         self._unheard: list[Generate] = []
         self._messages: MessageStream
         self._writer: asyncio.StreamWriter | None = None
@@ -114,19 +115,21 @@ class Played:
     Attributes:
         processes: started so far.
         lines: told of restarts.
+        news: told of engines that are up again, or stand by.
         waits: seconds that were waited before restarts.
     """
 
-    def __init__(self, model: Path, plays: Sequence[Play], max_restarts: int) -> None:
+    def __init__(self, model: Path, plays: Sequence[Play], max_restarts: int, standby: bool = False) -> None:
         self.config = make_config(
             {
                 "target": {"model": str(model), "devices": ["cpu:0", "cpu:1"]},
                 "speculation": {"method": "none"},
-                "server": {"max_restarts": max_restarts},
+                "server": {"max_restarts": max_restarts, "standby": standby},
             }
         )
         self.processes: list[Process] = []
         self.lines: list[str] = []
+        self.news: list[str] = []
         self._plays = plays
         self._is_over = False
         self.engine = RestartedEngine(self.config, ["serve-engine"])
@@ -145,12 +148,26 @@ class Played:
 
     async def keep(self) -> int:
         """Keep the engine; its end ends what is in work, as the server does."""
-        events = EngineEvents(*([lambda *_: None] * 4), self.lines.append, self.lines.append)
+        events = EngineEvents(*([lambda *_: None] * 4), self.lines.append, self.lines.append, self.news.append)
         try:
             return await self.engine.keep(events)
         finally:
             self._is_over = True
             self.engine.engine.end_all(Refusal(Kind.UNAVAILABLE, "the server ends"))
+
+
+def standing_by(play: Play) -> Play:
+    """Wait for one's turn, and play; without one end."""
+
+    async def wait(process: Process) -> int:
+        name = process.words[process.words.index("--turn") + 1]
+        reader, writer = await asyncio.open_unix_connection(sock=engine_socket.connect(name))
+        turn = await reader.read()
+        writer.close()
+        process.turns.append(turn)
+        return await play(process) if turn else ExitCode.FAILED
+
+    return wait
 
 
 async def serve(process: Process) -> int:

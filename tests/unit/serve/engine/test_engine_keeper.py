@@ -82,7 +82,7 @@ def test_an_engine_of_one_process_that_hangs_while_it_starts_is_ended() -> None:
     )
     engine = RestartedEngine(config, [sys.executable, "-c", "import signal; signal.pause()"])
     told: list[str] = []
-    events = EngineEvents(*([lambda *_: told.append("something else")] * 5), told.append)
+    events = EngineEvents(*([lambda *_: told.append("something else")] * 5), told.append, told.append)
 
     async def check() -> None:
         assert await engine.keep(events) == 128 + signal.SIGKILL

@@ -43,7 +43,7 @@ class LongRound:
         self.aborted.append(request_id)
 
 
-async def describe(llm: Any) -> Ready:
+async def describe(llm: Any, begun: float) -> Ready:
     return Ready(version="1", config_hash="h", limits=asdict(LIMITS))
 
 
@@ -116,9 +116,7 @@ def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch
         def say(word: str) -> Callable[[], None]:
             return lambda: said.put_nowait(word)
 
-        events = EngineEvents(
-            say("ready"), say("lost"), said.put_nowait, say("gets on"), said.put_nowait, said.put_nowait
-        )
+        events = EngineEvents(say("ready"), say("lost"), said.put_nowait, say("gets on"), *[said.put_nowait] * 3)
         keeping = asyncio.create_task(engine.keep(events))
         assert await said.get() == "ready"
         assert "it stands still in round 8 (verifying) for longer than 0.5 s" in await said.get()

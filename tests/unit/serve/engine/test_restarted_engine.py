@@ -17,7 +17,8 @@ from played_engines import KILLED, Play, Played, Process, dying, read, serve
 from launch.exit_codes import ExitCode, FailedError
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.engine import keeper as engine_keeper
-from launch.serve.engine.messages import Ended
+from launch.serve.engine.messages import Ended, Ready
+from launch.serve.engine.restarted_engine import describe_return
 from trtrun import __version__
 from trtrun.configuration.model_paths import ASSETS
 
@@ -68,6 +69,30 @@ def test_later_engines_have_the_room_of_the_first(with_engines: Callable[..., Pl
         assert await keeping == ExitCode.DONE
 
     with_engines([dying(2), serve], check)
+
+
+def test_an_engine_that_is_up_again_says_what_the_seconds_went_to(with_engines: Callable[..., Played]) -> None:
+    async def refuse(process: Process) -> int:
+        return ExitCode.REFUSED
+
+    async def check(played: Played) -> None:
+        keeping = asyncio.create_task(played.keep())
+        assert await read(played.ask()) == [0, 7]
+        (line,) = played.news  # none of the first start
+        after, _, phases = line.removeprefix("the engine is up again after ").partition(" s: ")
+        assert float(after) > 0.4, "since the end of the last one that was up, with the waits behind two that were not"
+        assert phases.startswith("until its ranks ran ")
+        await played.engine.close()
+        assert await keeping == ExitCode.DONE
+
+    with_engines([dying(1), refuse, refuse, serve], check)
+
+
+def test_seconds_of_a_return_have_names() -> None:
+    phases = {"weights": 3.0, "all kernels once, graphs": 1.5}
+    ready = Ready(version="1", config_hash="h", limits={}, start_seconds=7.5, start_phases=phases)
+    told = "until its ranks ran 5.5; imports and meeting 3.0; weights 3.0; all kernels once, graphs 1.5"
+    assert describe_return(13.0, ready) == f"the engine is up again after 13.0 s: {told}"
 
 
 def test_an_engine_that_finds_no_room_is_started_again_later_and_at_last_ends_the_server(
