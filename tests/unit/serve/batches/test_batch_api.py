@@ -62,7 +62,8 @@ def test_forms_that_are_none_are_refused() -> None:
         (form("b", ('name="x"', b"y"))[:-12], "ends before"),
         (form("b", ("filename=x", b"y")), "has no name"),
         (form("b", ('name="x"', b"y")).replace(b"form-data", b"a" * 9000), "more than 8192 bytes"),
-        (form("b", *[('name="x"', b"y")] * 65), "more than 64 parts"),
+        (form("b", *[(f'name="x{number}"', b"y") for number in range(65)]), "more than 64 parts"),
+        (form("b", ('name="file"', b"y"), ('name="x"', b"y"), ("name=file", b"")), 'two parts called "file": send one'),
     ):
         with pytest.raises(Refusal, match=line):
             run(read(body))
