@@ -137,15 +137,15 @@ class BatchStore:
         """Where the lines of a batch are that is not over."""
         return self._directory / "batches" / f"{batch_id}.{kind}"
 
-    def find_file(self, file_id: str, owner: str) -> FileRecord:
-        """A file of an owner.
+    def find_file(self, file_id: str, owner: str, field: str = "id") -> FileRecord:
+        """A file of an owner; `field` is where a client names it.
 
         Raises:
             Refusal: there is none.
         """
         file = self.files.get(file_id)
         if file is None or file.owner != owner or self._has_expired(file):
-            raise Refusal(Kind.UNKNOWN_MODEL, "there is no such file, or it is another key's, or has expired", "id")
+            raise Refusal(Kind.UNKNOWN_MODEL, "there is no such file, or it is another key's, or has expired", field)
         return file
 
     def files_of(self, owner: str) -> list[FileRecord]:

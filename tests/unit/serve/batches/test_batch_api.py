@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -143,11 +144,15 @@ def test_batches_that_are_wrong_are_refused_by_field(tmp_path: Path) -> None:
                 ("endpoint", "/v1/embeddings", "endpoint must be /v1/completions or"),
                 ("completion_window", "1h", "completion_window must be 24h"),
                 ("metadata", {"x": "y" * 513}, "metadata must be"),
+                ("input_file_id", None, "input_file_id must be the id of a file"),
                 ("output_expires_after", {"anchor": "created_at", "seconds": 1}, "output_expires_after must be"),
                 ("extra_body", {"endpint": 1}, "did you mean 'endpoint'"),
             ):
                 with pytest.raises(openai.BadRequestError, match=line):
                     await client.batches.create(**good | {field: value})
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(front.application)) as plain:
+                half = await plain.post("http://x/v1/batches", content=json.dumps(good | {"metadata": {"\ud800": "x"}}))
+                assert half.status_code == 400 and "metadata holds \\\\ud800" in half.text
             rows.let()
             batch_id = await begin(client, row("x"))
             batch = await end_of(client, batch_id)
@@ -155,8 +160,12 @@ def test_batches_that_are_wrong_are_refused_by_field(tmp_path: Path) -> None:
                 await client.batches.create(**good | {"input_file_id": batch.output_file_id})
             with pytest.raises(openai.BadRequestError, match="is completed"):
                 await client.batches.cancel(batch_id)
-            with pytest.raises(openai.BadRequestError, match="limit must be 1 to 100"):
-                await client.batches.list(limit=101)
+            for limit in (101, f"1{'0' * 5000}", "0000000019"):
+                with pytest.raises(openai.BadRequestError, match="limit must be 1 to 100"):
+                    await client.batches.list(extra_query={"limit": limit})
+            with pytest.raises(openai.NotFoundError) as missing:
+                await client.batches.create(**good | {"input_file_id": "file-0"})
+            assert missing.value.param == "input_file_id"
 
     run(work())
 
