@@ -133,6 +133,7 @@ class BatchJob:
             OSError: the directory cannot be read or written.
         """
         batch = self._batch
+        await self._store.take_back_lines(batch)
         for kind in (OUTPUT, ERRORS):
             file = self._files[kind] = LineFile(self._store.lines_path(batch.id, kind))
             ids = await self._store.aside(file.read_ids)

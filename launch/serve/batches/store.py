@@ -231,6 +231,20 @@ class BatchStore:
             setattr(batch, field, file_id if file_id in self.files else None)
 
 
+    async def take_back_lines(self, batch: BatchRecord) -> None:
+        """Undo `keep_lines` of a batch that is not over: a kill came before the batch named its files.
+
+        Raises:
+            OSError: they cannot be moved.
+        """
+        for kind in (OUTPUT, ERRORS):
+            file = self.files.get(output_id(batch.id, kind))
+            if file is not None:
+                async with self._writing:
+                    await self.aside(os.replace, self.content_path(file.id), self.lines_path(batch.id, kind))
+                await self.remove_file(file.id)
+
+
 class LineFile:
     """The lines of a batch that are done, of one kind. A line is one write: it outlives this process, not the host."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -193,5 +194,34 @@ def test_rows_wait_for_an_engine_and_are_told_what_went_wrong(tmp_path: Path) ->
             told = {name: wrong[name]["response"] for name in ("broken", "wrong")}
             assert {name: answer["status_code"] for name, answer in told.items()} == {"broken": 500, "wrong": 400}
             assert told["wrong"]["body"]["error"]["param"] == "prompt" and wrong["wrong"]["error"] is None
+
+    run(work())
+
+
+@pytest.mark.parametrize("status", ["in_progress", "cancelling", "finalizing"])
+def test_a_kill_while_the_files_of_a_batch_are_made_loses_no_row(tmp_path: Path, status: str) -> None:
+    async def work() -> None:
+        rows = Rows()
+        async with running(tmp_path / "d", rows) as front:
+            batch_id = await begin(front.client(), *ROWS)
+            rows.let(3 if status == "cancelling" else 12)
+            assert front.runner is not None
+            done = 3 if status == "cancelling" else 12
+            await until(lambda: front.runner.store.batches[batch_id].completed == done)
+            if status == "cancelling":
+                await front.client().batches.cancel(batch_id)
+            before = await end_of(front.client(), batch_id)
+        record = tmp_path / "d" / "batches" / f"{batch_id}.json"  # as it was before its files were made
+        told = json.loads(record.read_bytes()) | {"status": status, "output_file_id": None, "error_file_id": None}
+        record.write_text(json.dumps(told))
+        again = Rows()
+        async with running(tmp_path / "d", again) as front:
+            batch = await end_of(front.client(), batch_id)
+            assert (batch.status, batch.request_counts) == (before.status, before.request_counts)
+            for field in ("output_file_id", "error_file_id"):
+                assert getattr(batch, field) == getattr(before, field)
+            found = [await lines_of(front.client(), name) for name in (batch.output_file_id, batch.error_file_id)]
+            assert (len(found[0]), ids_of(found[0] + found[1])) == (done, sorted(IDS))
+            assert not again.asked
 
     run(work())
