@@ -249,7 +249,7 @@ class LineFile:
     """The lines of a batch that are done, of one kind. A line is one write: it outlives this process, not the host."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and cut off what a kill has left of a line.
+        """Open the file.
 
         Raises:
             OSError: it cannot be.
@@ -259,7 +259,8 @@ class LineFile:
         self._end = 0
 
     def read_ids(self) -> list[str]:
-        """The custom_id of each line.
+        """The custom_id of each line; what follows the last whole one is cut off, as a kill leaves half a line, and a
+        host that goes down bytes that nobody wrote.
 
         Raises:
             OSError: it cannot be read.
@@ -269,8 +270,11 @@ class LineFile:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
+                try:
+                    found.append(_CUSTOM_ID.decode(line).custom_id)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    break
                 self._end += len(line)
-                found.append(_CUSTOM_ID.decode(line).custom_id)
         os.ftruncate(self._file, self._end)
         return found
 

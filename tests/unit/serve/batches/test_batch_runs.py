@@ -27,7 +27,8 @@ def ids_of(lines: list[Any]) -> list[str]:
     return sorted(line["custom_id"] for line in lines)
 
 
-def test_a_server_that_is_started_again_answers_what_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [b'{"id":"batch_req_torn by a k', b"\0\0\0\n", b"\0" * 99, b'{"id": "x"}\n'])
+def test_a_server_that_is_started_again_answers_what_is_left(tmp_path: Path, torn: bytes) -> None:
     async def work() -> None:
         rows = Rows()
         async with running(tmp_path / "d", rows) as front:
@@ -39,7 +40,7 @@ def test_a_server_that_is_started_again_answers_what_is_left(tmp_path: Path) -> 
         (work_file,) = (tmp_path / "d" / "batches").glob("*.output")
         whole = work_file.read_bytes()
         assert whole.count(b"\n") == 3
-        work_file.write_bytes(whole + b'{"id":"batch_req_torn by a k')
+        work_file.write_bytes(whole + torn)
 
         again = Rows()
         again.let()
