@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from trtrun.configuration.device_lists import check_host
-from trtrun.errors import shorten
+from trtrun.errors import shorten, shorten_path
 
 
 class Section(BaseModel):
@@ -35,8 +35,9 @@ Number = BeforeValidator(_refuse_bool)
 """A number that is not written as true or false."""
 
 
-def _check_path(value: object) -> object:
-    """What no file system takes, and a text without a name, which would mean the folder of the file."""
+def _read_path(value: object) -> object:
+    """The path of a file, `~` in it as a shell has it. Refused are what no file system takes, and a text without a
+    name, which would mean the folder of the file."""
     if isinstance(value, str):
         if not value or "\0" in value:
             raise ValueError(f"must be the path of a file or directory, not {shorten(value)}")
@@ -44,10 +45,15 @@ def _check_path(value: object) -> object:
             os.fsencode(value)
         except UnicodeEncodeError:
             raise ValueError(f"{shorten(value)} holds half a character, which no path can") from None
+        try:
+            return str(Path(value).expanduser()) if value.startswith("~") else value
+        except RuntimeError:
+            line = f"{shorten_path(Path(value))}: there is no such user, or nobody knows its home"
+            raise ValueError(line) from None
     return value
 
 
-FilePath = Annotated[Path, BeforeValidator(_check_path)]
+FilePath = Annotated[Path, BeforeValidator(_read_path)]
 
 
 def _check_line(value: str) -> str:

@@ -130,6 +130,8 @@ class BatchApi:
         if self._runner is None:
             line = f"this server keeps no files and batches: set {KEY}"
             raise Refusal(Kind.UNKNOWN_MODEL, line, code="unsupported_endpoint")
+        if self._runner.failure is not None:
+            raise Refusal(Kind.FAILED, f"{KEY} of this server cannot be read: its log says why")
         if not self._runner.is_there:
             line = f"another server still has {KEY}, or this one is ending: send the request again later"
             raise Refusal(Kind.UNAVAILABLE, line, code="batch_directory_in_use", retry_after=RESTART_RETRY_SECONDS)

@@ -51,14 +51,20 @@ def prepare_directory(directory: Path) -> Path:
     Raises:
         ConfigError: it cannot be used, or is open to others.
     """
-    directory = directory.resolve()
     try:
+        directory = Path(os.path.realpath(directory))
         directory.mkdir(mode=_MODE, parents=True, exist_ok=True)
         mode = directory.stat().st_mode
         for name in ("files", "batches"):
             (directory / name).mkdir(mode=_MODE, exist_ok=True)
+            tried = directory / name / f"{os.getpid()}{_UPLOADED}"
+            tried.touch()
+            tried.unlink()
+    except FileExistsError as error:
+        raise ConfigError(f"{KEY}: {shorten_path(Path(error.filename))} is there, and is no directory") from None
     except OSError as error:
-        raise ConfigError(f"{KEY}: cannot use {shorten_path(directory)}: {error.strerror}") from None
+        line = f"cannot use {shorten_path(directory)}: {error.strerror}; it must be a directory to write to"
+        raise ConfigError(f"{KEY}: {line}") from None
     if mode & 0o077:
         raise ConfigError(f"{KEY}: {shorten_path(directory)} is open to other users: chmod 700 it")
     return directory
@@ -105,7 +111,11 @@ class BatchStore:
         except OSError:
             logger.warning("%s: the file system has no locks: no other server may have this directory", KEY)
         self._lock = lock
-        self._read()
+        try:
+            self._read()
+        except OSError:
+            self.let_go()
+            raise
         return True
 
     def let_go(self) -> None:
@@ -229,7 +239,6 @@ class BatchStore:
                     FileRecord(file_id, name, "batch_output", size, created, batch.owner, expires_at), lines
                 )
             setattr(batch, field, file_id if file_id in self.files else None)
-
 
     async def take_back_lines(self, batch: BatchRecord) -> None:
         """Undo `keep_lines` of a batch that is not over: a kill came before the batch named its files.

@@ -181,6 +181,28 @@ def test_without_a_directory_the_key_is_named(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="is open to other users: chmod 700 it"):
         prepare_directory(tmp_path / "open")
-    with pytest.raises(ConfigError, match=r"cannot use .*file"):
-        (tmp_path / "file").write_text("")
-        prepare_directory(tmp_path / "file")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("file", "loop"):
+        with pytest.raises(ConfigError, match=rf"{name} is there, and is no directory"):
+            prepare_directory(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"cannot use /proc/x: No such .*; it must be a directory to write to"):
+        prepare_directory(Path("/proc/x"))
+
+
+def test_a_directory_that_cannot_be_read_is_told_until_it_can(tmp_path: Path) -> None:
+    async def work() -> None:
+        front = Front(tmp_path / "d", Rows())
+        wrong = tmp_path / "d" / "batches" / "batch_0.json"
+        wrong.mkdir()
+        assert front.runner is not None
+        front.runner.start()
+        await until(lambda: front.runner is not None and front.runner.failure)
+        with pytest.raises(openai.InternalServerError, match=r"batch_directory of this server cannot be read"):
+            await front.client().files.list()
+        wrong.rmdir()
+        await until(lambda: front.runner is not None and front.runner.is_there)
+        assert (await front.client().files.list()).data == []
+        await front.runner.close()
+
+    run(work())
