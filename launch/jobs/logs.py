@@ -116,8 +116,8 @@ def set_up_logging(speaker: Speaker, verbosity: int = 0, directory: Path | None 
     """Send this process's log lines to the terminal and to its file. What an earlier call set up ends.
 
     The terminal gets warnings, with one -v information, with two everything; of libraries errors, warnings,
-    everything; and tracebacks, where there is no file to have them. The file gets information and libraries' warnings, with -vv everything. It is appended to: a job that
-    goes on writes behind what it wrote before.
+    everything; and tracebacks, where there is no file to have them. The file gets information and libraries' warnings,
+    with -vv everything. It is appended to: a job that goes on writes behind what it wrote before.
 
     Args:
         speaker: this process.
