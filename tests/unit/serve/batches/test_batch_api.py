@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,31 @@ def test_batches_that_are_wrong_are_refused_by_field(tmp_path: Path) -> None:
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.batches.create(**good | {"input_file_id": "file-0"})
             assert missing.value.param == "input_file_id"
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "line"),
+    [
+        (row("x").encode("utf-16"), "invalid_file", "the file is UTF-16 text: write it as UTF-8"),
+        (gzip.compress(row("x").encode()), "invalid_file", r"the file is compressed \(gzip\): unpack it first"),
+        (row("x", body="[").replace('"["', "[" * 3000).encode(), "invalid_json_line", "nested too deeply"),
+        (b"\n \n", "empty_file", "the file has no rows"),
+        (b"\0" * 99, "invalid_json_line", "invalid character"),
+    ],
+)
+def test_files_that_are_no_rows_are_told_by_what_they_are(tmp_path: Path, content: bytes, code: str, line: str) -> None:
+    async def work() -> None:
+        async with running(tmp_path / "d", Rows()) as front:
+            client = front.client()
+            file = await client.files.create(file=("x", content), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            ended = await end_of(client, batch.id)
+            (error,) = ended.errors.data
+            assert (ended.status, error.code) == ("failed", code) and re.search(line, error.message)
 
     run(work())
 
