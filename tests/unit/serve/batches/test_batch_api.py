@@ -177,7 +177,7 @@ def test_batches_that_are_wrong_are_refused_by_field(tmp_path: Path) -> None:
     [
         (row("x").encode("utf-16"), "invalid_file", "the file is UTF-16 text: write it as UTF-8"),
         (gzip.compress(row("x").encode()), "invalid_file", r"the file is compressed \(gzip\): unpack it first"),
-        (row("x", body="[").replace('"["', "[" * 3000).encode(), "invalid_json_line", "nested too deeply"),
+        (row("x", body="[").replace('"["', "[" * 3000 + "]" * 3000).encode(), "invalid_json_line", "nested too deeply"),
         (b"\n \n", "empty_file", "the file has no rows"),
         (b"\0" * 99, "invalid_json_line", "invalid character"),
     ],
