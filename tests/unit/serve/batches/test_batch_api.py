@@ -16,6 +16,7 @@ import pytest
 from batch_servers import MOST_BYTES, Front, Rows, begin, end_of, row, running, until, upload
 
 from launch.serve.admission.refusals import Refusal
+from launch.serve.batches.rows import RowError, read_row
 from launch.serve.batches.store import prepare_directory
 from launch.serve.http.multipart import read_boundary, read_pieces
 from trtrun.errors import ConfigError
@@ -177,7 +178,6 @@ def test_batches_that_are_wrong_are_refused_by_field(tmp_path: Path) -> None:
     [
         (row("x").encode("utf-16"), "invalid_file", "the file is UTF-16 text: write it as UTF-8"),
         (gzip.compress(row("x").encode()), "invalid_file", r"the file is compressed \(gzip\): unpack it first"),
-        (row("x", body="[").replace('"["', "[" * 3000 + "]" * 3000).encode(), "invalid_json_line", "nested too deeply"),
         (b"\n \n", "empty_file", "the file has no rows"),
         (b"\0" * 99, "invalid_json_line", "invalid character"),
     ],
@@ -195,6 +195,11 @@ def test_files_that_are_no_rows_are_told_by_what_they_are(tmp_path: Path, conten
             assert (ended.status, error.code) == ("failed", code) and re.search(line, error.message)
 
     run(work())
+
+
+def test_a_row_that_is_nested_deeply_is_wrong() -> None:
+    with pytest.raises(RowError, match="nested too deeply"):
+        read_row(row("x", body="[").replace('"["', "[" * 3000 + "]" * 3000).encode())
 
 
 def test_without_a_directory_the_key_is_named(tmp_path: Path) -> None:
