@@ -65,7 +65,7 @@ class BatchRecord(msgspec.Struct):
         created_at, expires_at: seconds since the epoch.
         status: OpenAI's word.
         times: when it came to each status, by the status.
-        output_seconds: for how long its output is kept; None for ever.
+        output_seconds: for how long its output is kept; None where it does not say.
         errors: why it has failed.
         total, completed, failed: rows.
         output_file_id, error_file_id: once it is over, where there are such rows.
@@ -94,6 +94,11 @@ class BatchRecord(msgspec.Struct):
     def is_over(self) -> bool:
         """Whether nothing more comes of it."""
         return self.status not in RUNNING
+
+    @property
+    def changed_at(self) -> int:
+        """When it came to its status."""
+        return self.times.get(self.status, self.created_at)
 
     def move_to(self, status: str, now: float) -> None:
         """It has a new status."""

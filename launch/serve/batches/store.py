@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.batches.records import BatchRecord, FileRecord, output_id
 from launch.serve.batches.rows import ERRORS, OUTPUT
 from trtrun.errors import ConfigError, shorten_path
-from trtrun.files import replace_file, write_all
+from trtrun.files import replace_file
 
 KEY = "server.batch_directory"
 _UPLOADED = ".part"
@@ -77,14 +76,19 @@ class BatchStore:
         files, batches: by their ids, the oldest first.
     """
 
-    def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, directory: Path, output_seconds: int | None = None, now: Callable[[], float] = time.time
+    ) -> None:
         """Know nothing yet.
 
         Args:
             directory: that is prepared.
+            output_seconds: for how long the output is kept of batches that do not say it, and what is known of a batch
+                that is over; None for ever.
             now: seconds since the epoch.
         """
         self.now = now
+        self._output_seconds = output_seconds
         self.files: dict[str, FileRecord] = {}
         self.batches: dict[str, BatchRecord] = {}
         self._directory = directory
@@ -142,6 +146,9 @@ class BatchStore:
     def upload_path(self, file_id: str) -> Path:
         """Where a content is while it comes."""
         return self._files_dir / f"{file_id}{_UPLOADED}"
+
+    def _record_path(self, batch_id: str) -> Path:
+        return self._directory / "batches" / f"{batch_id}{_SUFFIX}"
 
     def lines_path(self, batch_id: str, kind: str) -> Path:
         """Where the lines of a batch are that is not over."""
@@ -205,10 +212,23 @@ class BatchStore:
                 await self.aside(path.unlink, True)
 
     async def remove_expired(self) -> None:
-        """Forget the files whose time is over, but for those that batches still read."""
+        """Forget the files whose time is over, but for those that batches still read; and batches whose time is over
+        and whose output is gone."""
         for file in [file for file in self.files.values() if self._has_expired(file)]:
             if self.user_of(file.id) is None:
                 await self.remove_file(file.id)
+        if self._output_seconds is not None:
+            last = self.now() - self._output_seconds
+            for batch in [one for one in self.batches.values() if one.is_over and one.changed_at <= last]:
+                if not {batch.output_file_id, batch.error_file_id} & self.files.keys():
+                    await self._remove_batch(batch)
+
+    async def _remove_batch(self, batch: BatchRecord) -> None:
+        del self.batches[batch.id]
+        lines = [self.lines_path(batch.id, kind) for kind in (OUTPUT, ERRORS)]  # of one that has failed, on a full disk
+        async with self._writing:
+            for path in (*lines, self._record_path(batch.id)):
+                await self.aside(path.unlink, True)
 
     async def save(self, batch: BatchRecord) -> None:
         """Keep a batch as it is now.
@@ -217,9 +237,8 @@ class BatchStore:
             OSError: it cannot be written.
         """
         record = msgspec.json.encode(batch)
-        path = self._directory / "batches" / f"{batch.id}{_SUFFIX}"
         async with self._writing:
-            await self.aside(_replace, path, record)
+            await self.aside(_replace, self._record_path(batch.id), record)
         self.batches[batch.id] = batch
 
     async def keep_lines(self, batch: BatchRecord) -> None:
@@ -232,7 +251,8 @@ class BatchStore:
         for kind, field in ((OUTPUT, "output_file_id"), (ERRORS, "error_file_id")):
             lines, file_id = self.lines_path(batch.id, kind), output_id(batch.id, kind)
             if await self.aside(_sync, lines):
-                created, seconds = int(self.now()), batch.output_seconds
+                created = int(self.now())
+                seconds = self._output_seconds if batch.output_seconds is None else batch.output_seconds
                 expires_at = None if seconds is None else created + seconds
                 size, name = lines.stat().st_size, f"{batch.id}_{kind}.jsonl"
                 await self.add_file(
@@ -252,65 +272,6 @@ class BatchStore:
                 async with self._writing:
                     await self.aside(os.replace, self.content_path(file.id), self.lines_path(batch.id, kind))
                 await self.remove_file(file.id)
-
-
-class LineFile:
-    """The lines of a batch that are done, of one kind. A line is one write: it outlives this process, not the host."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: it cannot be.
-        """
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._path = path
-        self._end = 0
-
-    def read_ids(self) -> list[str]:
-        """The custom_id of each line; what follows the last whole one is cut off, as a kill leaves half a line, and a
-        host that goes down bytes that nobody wrote.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        found = []
-        with self._path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    found.append(_CUSTOM_ID.decode(line).custom_id)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    break
-                self._end += len(line)
-        os.ftruncate(self._file, self._end)
-        return found
-
-    def write(self, line: bytes) -> None:
-        """Append a line; as a whole, or not at all.
-
-        Raises:
-            OSError: it cannot be written, as on a full disk.
-        """
-        try:
-            write_all(self._file, line)
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._file, self._end)
-            raise
-        self._end += len(line)
-
-    def close(self) -> None:
-        """Close it."""
-        os.close(self._file)
-
-
-class _Line(msgspec.Struct):
-    custom_id: str
-
-
-_CUSTOM_ID = msgspec.json.Decoder(_Line)
 
 
 def _read_records(folder: Path, kind: type[RecordT]) -> list[RecordT]:

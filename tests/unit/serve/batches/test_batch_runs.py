@@ -13,7 +13,7 @@ import pytest
 from batch_servers import Rows, begin, end_of, lines_of, row, running, until
 
 from launch.serve.admission.refusals import Kind, Refusal, out_of_time
-from launch.serve.batches.store import LineFile
+from launch.serve.batches.line_file import LineFile
 
 IDS = [f"row {number}" for number in range(12)]
 ROWS = [row(name) for name in IDS]
@@ -224,5 +224,27 @@ def test_a_kill_while_the_files_of_a_batch_are_made_loses_no_row(tmp_path: Path,
             found = [await lines_of(front.client(), name) for name in (batch.output_file_id, batch.error_file_id)]
             assert (len(found[0]), ids_of(found[0] + found[1])) == (done, sorted(IDS))
             assert not again.asked
+
+    run(work())
+
+
+def test_ended_batches_are_forgotten_with_their_answers(tmp_path: Path) -> None:
+    async def work() -> None:
+        rows = Rows()
+        rows.let()
+        longer = {"anchor": "created_at", "seconds": 180_000}
+        async with running(tmp_path / "d", rows) as front:
+            client = front.client()
+            ids = [await begin(client, row("x"), **given) for given in ({}, {"output_expires_after": longer})]
+            ids.append(await begin(client, "no row"))
+            batches = [await end_of(client, name) for name in ids]
+            outputs = [await client.files.retrieve(batch.output_file_id) for batch in batches[:2]]
+            assert [file.expires_at - file.created_at for file in outputs] == [90_000, 180_000]
+        for seconds, left in ((89_000, ids), (100_000, ids[1:2]), (181_000, [])):
+            async with running(tmp_path / "d", rows, now=lambda seconds=seconds: time.time() + seconds) as front:
+                assert front.runner is not None
+                kept = tmp_path / "d" / "batches"
+                await until(lambda left=left, kept=kept: {path.stem for path in kept.iterdir()} == set(left))
+                assert {one.id async for one in front.client().batches.list()} == set(left)
 
     run(work())
