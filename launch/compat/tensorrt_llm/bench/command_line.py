@@ -227,6 +227,8 @@ def _measure(given: Mapping[str, Any]) -> int:
         for name, file in options.files.items():
             if not file.absolute().parent.is_dir():
                 raise ConfigError(f"--{name}: no such directory: {file.absolute().parent}")
+            if file.is_dir():
+                raise ConfigError(f"--{name}: {file} is a directory: name a file")
         check_job(job.spec)
         for request in requests:
             if not isinstance(request.prompt, str):
