@@ -96,7 +96,7 @@ class NameFile:
     def __init__(self, path: Path) -> None:
         """Nothing is read yet; `path` is of the file for clients."""
         self.path = path
-        self._door = path.with_name(f".{path.name}.door")
+        self._door = path.parent / f".{path.name}.door"
 
     def check(self) -> None:
         """Raise ConfigError where the files cannot be written, or would be written over a file of another kind."""
@@ -186,4 +186,4 @@ def _write(path: Path, content: bytes, mode: int, put: Callable[[Path, Path], No
 
 
 def _path_beside(path: Path) -> Path:
-    return path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(8)}")
+    return path.parent / f".{path.name.removeprefix('.')}.{secrets.token_hex(8)}"

@@ -349,9 +349,10 @@ def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> N
         PlayedServer(tmp_path / "nowhere" / "name.json", 1)
     (tmp_path / "notes").write_text("of somebody")
     (tmp_path / "folder").mkdir()
-    for name in ("notes", "folder"):
-        with pytest.raises(ConfigError, match=rf"{name} is there, and is none that a server has written"):
-            PlayedServer(tmp_path / name, 1)
+    for path in (tmp_path / "notes", tmp_path / "folder", Path("/")):
+        with pytest.raises(ConfigError, match=rf"{path} is there, and is none that a server has written"):
+            PlayedServer(path, 1)
+        assert NameFile(path).read_name() is None
     for path, line in ((tmp_path / ("x" * 300), "File name too long"), (Path("/proc/x"), "No such file")):
         with pytest.raises(ConfigError, match=rf"cannot write .*: {line}"):
             PlayedServer(path, 1)
