@@ -54,6 +54,8 @@ def plan(
     which layout has the shortest.
     """
     _refuse_unused(hosts, figures)
+    if slurm and pbs:
+        raise click.UsageError("--slurm and --pbs exclude each other: a job is of one batch system")
     from launch.commands.schedulers import check_batch_sections, find_system
     from launch.jobs.batch.job import BatchJob
     from launch.jobs.batch.resources import make_plan_config, place_on_simulated_hosts, read_resources

@@ -161,3 +161,5 @@ def test_one_host_and_options_without_their_flag_are_refused(tmp_path: Path) -> 
     file = tmp_path / "job.json"
     done = CliRunner().invoke(cli, ["plan", "--config", str(file), "--rows", "4"])
     assert done.exit_code == 2 and "--rows goes with --hosts" in done.output
+    done = CliRunner().invoke(cli, ["plan", "--config", str(file), "--slurm", "--pbs"])
+    assert done.exit_code == 2 and "--slurm and --pbs exclude each other" in done.output
