@@ -23,6 +23,7 @@ class FileRecord(msgspec.Struct):
         bytes: its length.
         created_at, expires_at: seconds since the epoch; None for never.
         owner: whose key made it; empty without keys.
+        kept_since: seconds since the epoch, with their parts: the order of those of one second.
     """
 
     id: str
@@ -32,11 +33,12 @@ class FileRecord(msgspec.Struct):
     created_at: int
     owner: str
     expires_at: int | None = None
+    kept_since: float = 0.0
 
     def told(self) -> dict[str, Any]:
         """What clients are told, in OpenAI's words."""
         kept = msgspec.structs.asdict(self)
-        del kept["owner"]
+        del kept["owner"], kept["kept_since"]
         return {"object": "file", **kept, "status": "processed", "status_details": None}
 
 
@@ -69,6 +71,7 @@ class BatchRecord(msgspec.Struct):
         errors: why it has failed.
         total, completed, failed: rows.
         output_file_id, error_file_id: once it is over, where there are such rows.
+        kept_since: as of a file.
     """
 
     id: str
@@ -89,6 +92,7 @@ class BatchRecord(msgspec.Struct):
     failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
+    kept_since: float = 0.0
 
     @property
     def is_over(self) -> bool:

@@ -195,9 +195,10 @@ class BatchRunner:
                 await job.refuse_rest(*_NOT_RUN[status])
         finally:
             await job.close()
+        if batch.status == "in_progress":
+            batch.move_to("finalizing", self.store.now())  # it cannot be cancelled any more
         await self.store.keep_lines(batch)
-        batch.move_to(status, self.store.now())
-        await self.store.save(batch)
+        await self.store.save_end(batch, status)
 
     async def _answer_rows(self, batch: BatchRecord, job: BatchJob) -> None:
         """Answer the rows that are not done, until all are, the batch is cancelled, or its time is over."""

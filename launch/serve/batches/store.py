@@ -193,6 +193,7 @@ class BatchStore:
         Raises:
             OSError: it cannot be written.
         """
+        file.kept_since = self.now()
         record = msgspec.json.encode(file)
 
         def write() -> None:
@@ -230,12 +231,23 @@ class BatchStore:
             for path in (*lines, self._record_path(batch.id)):
                 await self.aside(path.unlink, True)
 
+    async def save_end(self, batch: BatchRecord, status: str) -> None:
+        """Keep a batch with its last status; clients are told that once it is on the disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        ended = msgspec.structs.replace(batch, times=dict(batch.times))
+        ended.move_to(status, self.now())
+        await self.save(ended)
+
     async def save(self, batch: BatchRecord) -> None:
         """Keep a batch as it is now.
 
         Raises:
             OSError: it cannot be written.
         """
+        batch.kept_since = batch.kept_since or self.now()
         record = msgspec.json.encode(batch)
         async with self._writing:
             await self.aside(_replace, self._record_path(batch.id), record)
@@ -284,7 +296,7 @@ def _read_records(folder: Path, kind: type[RecordT]) -> list[RecordT]:
             logger.warning("%s: %s is passed over: %s", KEY, path, error)
             continue
         found += [record] if path.stem == record.id else []
-    return sorted(found, key=lambda record: (record.created_at, record.id))
+    return sorted(found, key=lambda record: (record.created_at, record.kept_since))
 
 
 def _replace(path: Path, content: bytes) -> None:

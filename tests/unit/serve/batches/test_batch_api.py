@@ -105,6 +105,24 @@ def test_files_are_kept_listed_and_deleted(tmp_path: Path) -> None:
     run(work())
 
 
+def test_lists_have_their_order_after_a_restart(tmp_path: Path) -> None:
+    async def work() -> None:
+        rows = Rows()
+        rows.let()
+        lists = []
+        for number in range(3):
+            async with running(tmp_path / "d", rows) as front:
+                client = front.client()
+                if not number:
+                    for name in range(6):
+                        await end_of(client, await begin(client, row(f"{name}")))
+                files = [file.id async for file in client.files.list(limit=5)]
+                lists.append((files, [batch.id async for batch in client.batches.list(limit=5)]))
+        assert len(lists[0][0]) == 12 and lists[0] == lists[1] == lists[2]
+
+    run(work())
+
+
 def test_uploads_that_are_wrong_leave_nothing(tmp_path: Path) -> None:
     async def work() -> None:
         async with running(tmp_path / "d", Rows()) as front:

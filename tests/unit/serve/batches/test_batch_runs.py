@@ -14,6 +14,8 @@ from batch_servers import Rows, begin, end_of, lines_of, row, running, until
 
 from launch.serve.admission.refusals import Kind, Refusal, out_of_time
 from launch.serve.batches.line_file import LineFile
+from launch.serve.batches.records import BatchRecord
+from launch.serve.batches.store import BatchStore
 
 IDS = [f"row {number}" for number in range(12)]
 ROWS = [row(name) for name in IDS]
@@ -224,6 +226,33 @@ def test_a_kill_while_the_files_of_a_batch_are_made_loses_no_row(tmp_path: Path,
             found = [await lines_of(front.client(), name) for name in (batch.output_file_id, batch.error_file_id)]
             assert (len(found[0]), ids_of(found[0] + found[1])) == (done, sorted(IDS))
             assert not again.asked
+
+    run(work())
+
+
+def test_an_end_is_told_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        rows = Rows()
+        rows.let()
+        may_save = asyncio.Event()
+        save = BatchStore.save
+
+        async def save_late(self: BatchStore, batch: BatchRecord) -> None:
+            if batch.is_over:
+                await may_save.wait()
+            await save(self, batch)
+
+        monkeypatch.setattr(BatchStore, "save", save_late)
+        async with running(tmp_path / "d", rows) as front:
+            batch_id = await begin(front.client(), *ROWS)
+            assert front.runner is not None
+            batches = front.runner.store.batches
+            await until(lambda: batches[batch_id].output_file_id)
+            assert (await front.client().batches.retrieve(batch_id)).status == "finalizing"
+            may_save.set()
+            assert (await end_of(front.client(), batch_id)).status == "completed"
+            record = tmp_path / "d" / "batches" / f"{batch_id}.json"
+            assert json.loads(record.read_bytes())["status"] == "completed"
 
     run(work())
 
