@@ -116,7 +116,7 @@ def one_line(error: Exception, most: int = 200) -> str:
 
 
 def why_unreadable(error: Exception) -> str:
-    """Why a file of text cannot be read, for a message that names it."""
+    """Why a file or a server cannot be read, for a message that names it; empty where the error says nothing."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start + 1} is not valid UTF-8"
     if isinstance(error, RecursionError):
