@@ -115,6 +115,15 @@ def one_line(error: Exception, most: int = 200) -> str:
     return _one_line(str(error), most)
 
 
+def why_unreadable(error: Exception) -> str:
+    """Why a file or a server cannot be read, for a message that names it; empty where the error says nothing."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is not valid UTF-8"
+    if isinstance(error, RecursionError):
+        return "lists or objects are nested too deeply"
+    return (error.strerror if isinstance(error, OSError) else None) or one_line(error)
+
+
 def _one_line(text: str, most: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -8,6 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+_FOREIGN_STARTS = {
+    b"\x1f\x8b": "is compressed (gzip): unpack it first",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd): unpack it first",
+    b"\xfd7zXZ\x00": "is compressed (xz): unpack it first",
+    b"BZh": "is compressed (bzip2): unpack it first",
+    b"PK\x03\x04": "is compressed (zip): unpack it first",
+    b"\xff\xfe": "is UTF-16 text: write it as UTF-8",
+    b"\xfe\xff": "is UTF-16 text: write it as UTF-8",
+}
+
+
+def describe_foreign(start: bytes) -> str | None:
+    """What a file is that cannot be read as lines of UTF-8, and what to do, by its first bytes; None where it can."""
+    return next((told for foreign, told in _FOREIGN_STARTS.items() if start.startswith(foreign)), None)
+
 
 def write_all(file: int, data: bytes) -> None:
     """Write bytes to an open file: one write, unless the system takes less than all.

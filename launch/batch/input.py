@@ -19,17 +19,7 @@ from launch.batch.options import Part, SampledShare
 from launch.batch.rows import LONGEST_LINE, PromptRow, is_blank, read_line, read_prompt
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError
-from trtrun.files import read_lines
-
-_FOREIGN_STARTS = {
-    b"\x1f\x8b": "is compressed (gzip): unpack it first",
-    b"\x28\xb5\x2f\xfd": "is compressed (zstd): unpack it first",
-    b"\xfd7zXZ\x00": "is compressed (xz): unpack it first",
-    b"BZh": "is compressed (bzip2): unpack it first",
-    b"PK\x03\x04": "is compressed (zip): unpack it first",
-    b"\xff\xfe": "is UTF-16 text: write it as UTF-8",
-    b"\xfe\xff": "is UTF-16 text: write it as UTF-8",
-}
+from trtrun.files import describe_foreign, read_lines
 
 
 class InputRows:
@@ -137,10 +127,9 @@ class InputRows:
 
     def _check_file(self, path: Path) -> None:
         with self._open(path) as file:
-            start = file.read(8)
-            for magic, problem in _FOREIGN_STARTS.items():
-                if start.startswith(magic):
-                    raise ConfigError(f"the prompts file {path} {problem}")
+            problem = describe_foreign(file.read(8))
+            if problem is not None:
+                raise ConfigError(f"the prompts file {path} {problem}")
             file.seek(0)
             if all(is_blank(line) for line in read_lines(file, LONGEST_LINE)):
                 raise ConfigError(f'the prompts file {path} has no rows: write one {{"prompt": "…"}} a line')

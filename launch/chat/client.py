@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from launch.exit_codes import FailedError
 from launch.jobs.batch.reach import socket_path
-from trtrun.errors import ConfigError, TrtrunError
+from trtrun.errors import ConfigError, TrtrunError, why_unreadable
 
 CONNECT_SECONDS = 60.0
 """For a connection, and between two pieces of an answer to anything but a chat."""
@@ -72,10 +72,14 @@ class ChatClient:
         self._turn_to(url)
 
     def _turn_to(self, url: str) -> None:
-        parts = urlsplit(url)
+        wrong = f"--url must be such as http://127.0.0.1:8000 or unix:///PATH, not {url!r}"
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # such as half of an address of IPv6
+            raise ConfigError(wrong) from None
         is_socket = parts.scheme == "unix" and not parts.netloc and bool(parts.path.strip("/"))
         if not is_socket and (parts.scheme not in ("http", "https") or not parts.hostname):
-            raise ConfigError(f"--url must be such as http://127.0.0.1:8000 or unix:///PATH, not {url!r}")
+            raise ConfigError(wrong)
         self.url = url
         self._parts = parts
         self._path = "" if is_socket else parts.path.rstrip("/").removesuffix("/v1")
@@ -91,7 +95,8 @@ class ChatClient:
                 status = self._get(connection, "/status")
                 models = self._get(connection, "/v1/models")
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ConfigError(f"no server of trtrun answers at {self.url}: {error or type(error).__name__}") from None
+            reason = why_unreadable(error) or type(error).__name__
+            raise ConfigError(f"no server of trtrun answers at {self.url}: {reason}") from None
         if status.get("chat") is False:
             raise ConfigError(NO_TEMPLATE)
         self.model = str(models["data"][0]["id"])

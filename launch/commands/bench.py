@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launch.commands.common import load, with_config
+from launch.commands.common import FiniteRange, load, with_config
 from launch.commands.model_options import rank_words
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ WORKLOAD = re.compile(r"(?P<rows>[0-9]{1,9})(x(?P<prompt_tokens>[0-9]{1,9}))?(@(
 )
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(2), help="Tokens for each prompt.")
 @click.option("--prompt-tokens", default=32, show_default=True, type=click.IntRange(1), help="Length of each prompt.")
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
-@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="With it.")
+@click.option("--temperature", default=0.0, show_default=True, type=FiniteRange(0), help="0 is greedy.")
+@click.option("--top-p", default=1.0, show_default=True, type=FiniteRange(0, 1, min_open=True), help="With it.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Medians are over these.")
 @click.option(
     "--cold", is_flag=True, help="Time the first run of each of --rows and the next five: what its first users get."

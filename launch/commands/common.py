@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
+from typing_extensions import override
 
 from launch.commands.model_options import KEYS, config_words, print_configuration, settle, tell_choices, with_model
 from parallel.topology import Topology
@@ -26,6 +28,18 @@ WITHOUT_MODEL = ("train_drafter",)
 
 STARTERS = ("run", "generate_data", "train_drafter", "bench", "check", "serve", "serve_engine", "warm_up")
 """Commands that start ranks, and so have logs."""
+
+
+class FiniteRange(click.FloatRange):
+    """A number of a range, and neither infinite nor none at all: a range without an end, or any, takes these."""
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is no finite number", param, ctx)
+        return number
+
 
 _VERBOSITY = "verbosity"
 _LOG_DIRECTORY = "log_directory"

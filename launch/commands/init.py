@@ -13,6 +13,7 @@ from trtrun.errors import ConfigError
 
 
 @click.command()
+@click.argument("target", metavar="[MODEL]", required=False)
 @click.option(
     "--model", metavar="MODEL", help="The target.  [default: the largest in the Hugging Face cache that fits]"
 )
@@ -22,18 +23,29 @@ from trtrun.errors import ConfigError
     "--output", default="run.yaml", show_default=True, metavar="FILE", help='The file to write ("-": stdout).'
 )
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
-def init(model: str | None, draft: str | None, devices: list[int | str] | None, output: str, force: bool) -> int:
+def init(
+    target: str | None,
+    model: str | None,
+    draft: str | None,
+    devices: list[int | str] | None,
+    output: str,
+    force: bool,
+) -> int:
     """Write a first YAML file: a placement for this host and the models that it has, with the reasons.
 
     It looks at GPUs, MPI, Slurm's partitions, and the Hugging Face cache, where it also looks for what may draft.
     Nothing is downloaded or started. Without GPUs and models the file is for the shipped pair on the CPU.
     """
+    if target is not None and model is not None:
+        raise click.UsageError(f"{target!r} and --model {model} are two models: name one")
     file = Path(output)
+    if file.is_dir():
+        raise ConfigError(f"--output: {file} is a directory: name a file")
     if output != "-" and not force and os.path.lexists(file):
         raise ConfigError(f"{file} is there already: --force writes over it, --output names another file")
     from launch.init.first_config import Given, look, make_first_config
 
-    text = make_first_config(look(), Given("run.yaml" if output == "-" else output, model, draft, devices))
+    text = make_first_config(look(), Given("run.yaml" if output == "-" else output, target or model, draft, devices))
     if output == "-":
         print(text, end="")
         return 0

@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
-from launch.commands.common import load, with_config
+from launch.commands.common import FiniteRange, load, with_config
 from launch.commands.model_options import config_words, rank_words
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.engine_sections import MOST_ROWS
 from trtrun.configuration.yaml_source import read_values
 
-_POSITIVE = click.FloatRange(0, min_open=True)
+_POSITIVE = FiniteRange(0, min_open=True)
 
 
 @click.command()
@@ -35,7 +36,9 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--gbit", type=_POSITIVE, help="Of --hosts: Gbit/s between hosts.")
 @click.option("--memory-gbs", type=_POSITIVE, help="Of --hosts: GB/s at which a device reads weights.")
 @click.option("--gpu-gib", type=_POSITIVE, help="Of --hosts: memory of each GPU.")
-@click.option("--rows", type=click.IntRange(1), default=1, show_default=True, help="Of --hosts: rows of a round.")
+@click.option(
+    "--rows", type=click.IntRange(1, MOST_ROWS), default=1, show_default=True, help="Of --hosts: rows of a round."
+)
 def plan(
     config_path: Path,
     overrides: tuple[str, ...],
@@ -54,6 +57,8 @@ def plan(
     which layout has the shortest.
     """
     _refuse_unused(hosts, figures)
+    if slurm and pbs:
+        raise click.UsageError("--slurm and --pbs exclude each other: a job is of one batch system")
     from launch.commands.schedulers import check_batch_sections, find_system
     from launch.jobs.batch.job import BatchJob
     from launch.jobs.batch.resources import make_plan_config, place_on_simulated_hosts, read_resources

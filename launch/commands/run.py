@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from launch.batch.options import Part, RunOptions, SampledShare
-from launch.commands.common import load, with_config
+from launch.commands.common import FiniteRange, load, with_config
 from launch.commands.model_options import rank_words
 from launch.commands.prompts import given_sampling, parse_part, with_prompts
 from launch.exit_codes import ExitCode, describe_exit_codes
@@ -178,7 +178,7 @@ def warm_up(config_path: Path, overrides: tuple[str, ...], cache: Path | None) -
 @click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens to generate for a prompt.")
 @click.option(
     "--sampled-share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.5,
     show_default=True,
     help="Share of the rows that are sampled; the others are greedy.",

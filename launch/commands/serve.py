@@ -23,7 +23,7 @@ from launch.exit_codes import ExitCode, describe_exit_codes
 from launch.migration.command_words import read_words
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.errors import ConfigError, PlacementError
+from trtrun.errors import ConfigError, PlacementError, why_unreadable
 
 if TYPE_CHECKING:
     from trtrun.start.job_spec import JobSpec
@@ -250,4 +250,4 @@ def _read_key(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").split("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the key in {path}: {error}") from None
+        raise ConfigError(f"cannot read the key in {path}: {why_unreadable(error)}") from None

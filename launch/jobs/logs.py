@@ -116,8 +116,8 @@ def set_up_logging(speaker: Speaker, verbosity: int = 0, directory: Path | None 
     """Send this process's log lines to the terminal and to its file. What an earlier call set up ends.
 
     The terminal gets warnings, with one -v information, with two everything; of libraries errors, warnings,
-    everything. The file gets information and libraries' warnings, with -vv everything. It is appended to: a job that
-    goes on writes behind what it wrote before.
+    everything; and tracebacks, where there is no file to have them. The file gets information and libraries' warnings,
+    with -vv everything. It is appended to: a job that goes on writes behind what it wrote before.
 
     Args:
         speaker: this process.
@@ -131,7 +131,8 @@ def set_up_logging(speaker: Speaker, verbosity: int = 0, directory: Path | None 
     for old in [handler for handler in root.handlers if isinstance(handler, _TerminalHandler | _FileHandler)]:
         root.removeHandler(old)
         old.close()
-    handlers: list[logging.Handler] = [_TerminalHandler(speaker, verbosity)]
+    has_file = directory is not None and speaker.file_name is not None
+    handlers: list[logging.Handler] = [_TerminalHandler(speaker, verbosity, keeps_traces=not has_file)]
     if directory is not None:
         _make_directory(directory)
         if speaker.file_name is not None:
@@ -148,23 +149,23 @@ def set_up_logging(speaker: Speaker, verbosity: int = 0, directory: Path | None 
 
 
 class _Format(logging.Formatter):
-    """One line a record; in files what does not fit into it follows with spaces before it."""
+    """One line a record; in files what does not fit into it follows with spaces before it. On a terminal so does a
+    traceback that no file keeps."""
 
-    def __init__(self, speaker: Speaker, keeps_lines: bool) -> None:
+    def __init__(self, speaker: Speaker, keeps_lines: bool, keeps_traces: bool = True) -> None:
         super().__init__()
         self._speaker = speaker
         self._keeps_lines = keeps_lines
+        self._keeps_traces = keeps_traces
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).isoformat(timespec="milliseconds")
         head = f"{time} {self._speaker} {record.levelname} {record.name}: "
         message = record.getMessage()
-        if not self._keeps_lines:
-            return head + " ".join(message.split())
-        lines = message.splitlines() or [""]
-        if record.exc_info:
+        lines = (message.splitlines() if self._keeps_lines else [" ".join(message.split())]) or [""]
+        if record.exc_info and self._keeps_traces:
             lines += self.formatException(record.exc_info).splitlines()
-        if record.stack_info:
+        if record.stack_info and self._keeps_lines:
             lines += record.stack_info.splitlines()
         return head + "\n    ".join(lines)
 
@@ -185,12 +186,12 @@ class _Filter(logging.Filter):
 class _TerminalHandler(logging.Handler):
     """The user's terminal, or what stands for it: standard error."""
 
-    def __init__(self, speaker: Speaker, verbosity: int) -> None:
+    def __init__(self, speaker: Speaker, verbosity: int, keeps_traces: bool) -> None:
         own = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)]
         others = (logging.ERROR, logging.WARNING, logging.DEBUG)[min(verbosity, 2)]
         super().__init__(min(own, others))
         self.addFilter(_Filter(own, others))
-        self.setFormatter(_Format(speaker, keeps_lines=False))
+        self.setFormatter(_Format(speaker, keeps_lines=False, keeps_traces=keeps_traces))
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "file_only", False):

@@ -18,7 +18,7 @@ from launch.jobs.plan.yaml_text import flow
 from launch.migration.flags import Changes, Flag, Takes
 from launch.migration.serving_flags import BY_NAME, FIELDS, normal_name
 from trtrun.configuration.yaml_source import parse_yaml
-from trtrun.errors import nearest, one_line, shorten_path
+from trtrun.errors import nearest, shorten_path, why_unreadable
 
 API_OPTIONS = "--extra-llm-api-options"
 ONE_FIELD = "--speculative-config."
@@ -106,7 +106,7 @@ def read_fields(path: Path, such_as: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise click.UsageError(f"cannot read {shorten_path(path)}: {one_line(error)}") from None
+        raise click.UsageError(f"cannot read {shorten_path(path)}: {why_unreadable(error)}") from None
     fields = parse_yaml(text, str(path))
     if not isinstance(fields, dict):
         raise click.UsageError(f"{path}: write fields, such as {such_as}")

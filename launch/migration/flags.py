@@ -6,7 +6,7 @@ It knows no option; those are in serving_flags.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -17,6 +17,9 @@ Changes = dict[str, object]
 """Values by key of the YAML file, such as `speculation.draft_len`."""
 
 Reader = Callable[[Any], object]
+
+_MOST_DEVICES = 4096
+"""Of one model: more are a slip of the finger."""
 
 
 class Takes(IntEnum):
@@ -65,7 +68,8 @@ class Flag:
         try:
             return self.read(given)
         except (ValueError, TypeError) as error:
-            raise click.UsageError(f"{name} {given}: {error}") from None
+            shown = given if isinstance(given, str) or not isinstance(given, Sequence) else " ".join(map(str, given))
+            raise click.UsageError(f"{name} {shown}: {error}") from None
 
 
 def becomes(key: str, *names: str, read: Reader | None = None, takes: Takes = Takes.ONE, says: str = "") -> Flag:
@@ -108,7 +112,7 @@ def whole(given: Any) -> int:
     units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
     try:
         return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of what is infinite
         raise ValueError("write a whole number") from None
 
 
@@ -133,6 +137,8 @@ def devices(given: Any) -> list[int | str]:
     """So many devices of this host; CPU slots where it has no GPU."""
     from launch.jobs.plan.proposal import count_granted  # which reads models: no command line needs it before
 
+    if not 1 <= whole(given) <= _MOST_DEVICES:
+        raise ValueError(f"write a number of devices, 1 to {_MOST_DEVICES}")
     numbers = range(whole(given))
     return list(numbers) if count_granted() else [f"cpu:{number}" for number in numbers]
 

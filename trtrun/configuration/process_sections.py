@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from trtrun.configuration.device_lists import check_host
-from trtrun.errors import shorten
+from trtrun.errors import shorten, shorten_path
 
 
 class Section(BaseModel):
@@ -35,8 +35,9 @@ Number = BeforeValidator(_refuse_bool)
 """A number that is not written as true or false."""
 
 
-def _check_path(value: object) -> object:
-    """What no file system takes, and a text without a name, which would mean the folder of the file."""
+def _read_path(value: object) -> object:
+    """The path of a file, `~` in it as a shell has it. Refused are what no file system takes, and a text without a
+    name, which would mean the folder of the file."""
     if isinstance(value, str):
         if not value or "\0" in value:
             raise ValueError(f"must be the path of a file or directory, not {shorten(value)}")
@@ -44,10 +45,15 @@ def _check_path(value: object) -> object:
             os.fsencode(value)
         except UnicodeEncodeError:
             raise ValueError(f"{shorten(value)} holds half a character, which no path can") from None
+        try:
+            return str(Path(value).expanduser()) if value.startswith("~") else value
+        except RuntimeError:
+            line = f"{shorten_path(Path(value))}: there is no such user, or nobody knows its home"
+            raise ValueError(line) from None
     return value
 
 
-FilePath = Annotated[Path, BeforeValidator(_check_path)]
+FilePath = Annotated[Path, BeforeValidator(_read_path)]
 
 
 def _check_line(value: str) -> str:
@@ -186,6 +192,8 @@ class ServerSection(Section):
         max_total_body_bytes: of all bodies longer than 65536 bytes, while they are read and until their requests are in
             work; one beyond is answered with 429.
         max_batch_file_bytes: of one file of `/v1/files`; larger ones are answered with 413.
+        output_expires_after: seconds for which the files of a batch's answers are kept, where the batch does not say it
+            in a field of this name, and at least for which the batch is told once it is over; null: for ever.
         max_logits_bytes: of the logits that one request may ask for (`return_context_logits`,
             `return_generation_logits`), 4 for each token of the vocabulary at each position; more is answered with 400.
             Beyond the default an answer over gRPC may hold up all streams for longer than 50 ms.
@@ -236,6 +244,7 @@ class ServerSection(Section):
     max_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**27)] = 2**24
     max_total_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**40)] = 2**28
     max_batch_file_bytes: Annotated[int, Number, Field(ge=1024, le=2**40)] = 200_000_000
+    output_expires_after: Annotated[int, Number, Field(ge=3600, le=2**31)] | None = 30 * 86400
     max_logits_bytes: Annotated[int, Number, Field(ge=0, le=2**27)] = 2**25
     max_total_logits_bytes: Annotated[int, Number, Field(ge=0, le=2**40)] = 2**29
     request_timeout_s: Seconds = 600.0

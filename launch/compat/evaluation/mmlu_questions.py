@@ -11,7 +11,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtrun.errors import ConfigError, one_line, shorten_path
+from trtrun.errors import ConfigError, shorten_path, why_unreadable
 
 LETTERS = "ABCD"
 
@@ -95,7 +95,7 @@ def read_questions(folder: Path, split: str, subject: str) -> list[Question]:
                 choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:-1], strict=False))
                 questions.append(Question(f"{row[0]}{choices}\nAnswer:", row[-1]))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: {one_line(error)}") from None
+        raise ConfigError(f"{path}: {why_unreadable(error)}") from None
     if split == "test" and not questions:
         raise ConfigError(f"{path}: no question")
     return questions

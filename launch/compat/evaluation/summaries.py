@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trtrun.errors import ConfigError, nearest, one_line, shorten_path
+from trtrun.errors import ConfigError, nearest, shorten_path, why_unreadable
 from trtrun.tokens.text import Tokenizer
 
 
@@ -82,8 +82,8 @@ def read_lines(path: Path, task: Task, seed: int) -> list[tuple[str, str]]:
                     if not isinstance(fields.get(name), str):
                         raise ConfigError(f"{path}:{number}: no text '{name}'{nearest(name, fields)}")
                 lines.append((fields[task.asked], fields[task.reference]))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {one_line(error)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {why_unreadable(error)}") from None
     if not lines:
         raise ConfigError(f"{path}: no line")
     return [lines[place] for place in np.random.default_rng(seed).permutation(len(lines))]

@@ -69,6 +69,8 @@ class Summarize(Script):
                 f"the model's context has {context}: give a smaller --max_input_length"
             )
         _read(arguments)
+        if arguments.output_dir is not None:
+            _make_folder(Path(arguments.output_dir))
 
     @override
     def evaluate(
@@ -140,6 +142,13 @@ def _output_len(arguments: argparse.Namespace) -> int:
 def _read(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     task = TASKS[arguments.eval_task]
     return read_lines(find_lines(arguments.dataset_dir, task), task, arguments.random_seed)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output_dir {folder}: cannot make this folder: {error.strerror}") from None
 
 
 def _write(path: Path, texts: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from launch.compat.tensorrt_llm.engine_options import has_gpu
 from launch.compat.tensorrt_llm.quoting_fixes import LenientParser
 from trtrun.configuration.config import make_config
 from trtrun.configuration.engine_defaults import find_engines
-from trtrun.errors import ConfigError, shorten_path
+from trtrun.errors import ConfigError, shorten_path, why_unreadable
 
 TARGET, DRAFT, TOKENIZER = "tensorrt_llm", "tensorrt_llm_draft", "preprocessing"
 ENGINE = "gpt_model_path"
@@ -65,7 +65,7 @@ def read_parameters(repository: Path, model: str) -> dict[str, str] | None:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{shorten_path(path)} cannot be read: {error}") from None
+        raise ConfigError(f"{shorten_path(path)} cannot be read: {why_unreadable(error)}") from None
     found = {name: value for name, value in PARAMETER.findall(text) if value}
     rows = re.search(r"^max_batch_size:\s*(\d+)", text, re.MULTILINE)
     return found | ({"max_batch_size": rows[1]} if rows is not None else {})

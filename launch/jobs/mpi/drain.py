@@ -36,6 +36,12 @@ DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 DRAIN_ORDER = "drain"
 
 
+def end_signals() -> tuple[signal.Signals, ...]:
+    """Signals that ask this process to end. SIGHUP, of a closed terminal, is one unless nohup has it ignored."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return DRAIN_SIGNALS if is_ignored else (*DRAIN_SIGNALS, signal.SIGHUP)
+
+
 class EndedAtStart(BaseException):
     """The order to drain came before anything ran. No Exception: nothing on the way may take it for an error."""
 
@@ -173,7 +179,8 @@ def leave_starting_ranks() -> None:
 
 def end_at_once(number: int) -> None:
     """End this process with the status of a signal. Finished rows are in the output's working file already."""
-    os.write(2, f"trtrun: ended by {signal.Signals(number).name}\n".encode())
+    with suppress(OSError):  # such as a terminal that is closed
+        os.write(2, f"trtrun: ended by {signal.Signals(number).name}\n".encode())
     os._exit(status_of_signal(number))
 
 

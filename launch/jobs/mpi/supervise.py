@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from launch.exit_codes import ExitCode, status_of_signal
-from launch.jobs.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
+from launch.jobs.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, end_signals, write_order
 from launch.jobs.mpi.host_folders import describe_lacks, remove_folder_of
 from launch.jobs.mpi.host_ports import HostPorts
 from launch.jobs.mpi.output_filter import OutputFilter, RankEnds
@@ -145,7 +145,7 @@ class _Orders:
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Take the signals that ask this process to end."""
-        before = {number: signal.signal(number, self._hear) for number in (*DRAIN_SIGNALS, signal.SIGHUP)}
+        before = {number: signal.signal(number, self._hear) for number in end_signals()}
         try:
             yield
         finally:

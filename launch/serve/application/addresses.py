@@ -8,15 +8,17 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from urllib.parse import quote
 
 from launch.jobs.batch.reach import describe_way, tell_way
+from launch.jobs.mpi.drain import end_at_once, end_signals
 from launch.serve.http import unix_sockets
 from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
@@ -164,3 +166,21 @@ class Addresses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove_files()
+
+
+@contextmanager
+def ended_without_files(addresses: Addresses) -> Iterator[None]:
+    """Until the server hears signals itself: those that would end the process leave no file of it behind."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        addresses.remove_files()
+        end_at_once(number)
+
+    ending = [number for number in end_signals() if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ending:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)

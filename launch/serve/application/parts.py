@@ -122,7 +122,7 @@ def _make_batches(section: ServerSection, chats: OpenAIApi, frontend: Frontend) 
     """What runs batches, and tells the metrics of their rows."""
     if section.batch_directory is None:
         return None
-    store = BatchStore(prepare_directory(section.batch_directory))
+    store = BatchStore(prepare_directory(section.batch_directory), section.output_expires_after)
     answerer = RowAnswerer(RowTurns(frontend.admission), chats.answer_row, error_body, section.max_body_bytes)
     runner = BatchRunner(store, answerer)
     frontend.metrics.ask_batch_rows(lambda: (runner.num_running, runner.num_waiting))

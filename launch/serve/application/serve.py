@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from launch.exit_codes import ExitCode
 from launch.jobs.batch.reach import describe_way
 from launch.jobs.logs import FILE_ONLY
-from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
+from launch.jobs.mpi.drain import Drain, end_at_once, end_signals
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.admission.refusals import server_ending
 from launch.serve.api.kserve.grpc_server import GrpcServer
-from launch.serve.application.addresses import Addresses
+from launch.serve.application.addresses import Addresses, ended_without_files
 from launch.serve.application.http_server import HttpServer, make_application, make_metrics_application
 from launch.serve.application.parts import make_parts
 from launch.serve.engine.client import EngineClient
@@ -81,7 +81,7 @@ def play_serve(spec: JobSpec, running: RestartedEngine | OwnEngine) -> int:
     if keys.have_several and (told := _what_keys_share(spec.config.speculation)):
         say(f"WARNING: {told}")
     # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
-    with addresses, asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+    with addresses, ended_without_files(addresses), asyncio.Runner(loop_factory=MeasuredLoop) as runner:
         return runner.run(_serve(spec, keys, running, addresses))
 
 
@@ -155,7 +155,7 @@ class _Server:
     async def run(self) -> int:
         """Serve until a signal, or the engine's end."""
         loop = asyncio.get_running_loop()
-        for number in DRAIN_SIGNALS:
+        for number in end_signals():
             loop.add_signal_handler(number, self._hear, number)
         grpc, servers = self._make_servers()
         self._parsers.start()
@@ -283,7 +283,7 @@ class _Server:
             self._addresses.remove_files()
             end_at_once(number)
         if self._stopped_by is not None:
-            if number == signal.SIGUSR1:
+            if number in (signal.SIGUSR1, signal.SIGHUP):
                 return
             self._running.kill()
             self._addresses.remove_files()

@@ -21,13 +21,14 @@ from launch.serve.batches.store import KEY, BatchStore
 from launch.serve.batches.uploads import Uploads, read_expiry
 from launch.serve.http.bodies import Bodies, parse_json
 from launch.serve.http.requests import Endpoint, Keys
-from trtrun.core.values import cut_text, show_value
-from trtrun.errors import nearest
+from trtrun.core.values import check_characters, cut_text, show_value
+from trtrun.errors import InvalidRequestError, nearest
 
 WINDOW = "24h"
 _WINDOW_SECONDS = 86400
 _MOST_FILES, _MOST_BATCHES, _BATCHES = 10_000, 100, 20
 _FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+_MOST_DIGITS = 9
 _MOST_METADATA, _LONGEST_NAME, _LONGEST_VALUE = 16, 64, 512
 
 
@@ -129,6 +130,8 @@ class BatchApi:
         if self._runner is None:
             line = f"this server keeps no files and batches: set {KEY}"
             raise Refusal(Kind.UNKNOWN_MODEL, line, code="unsupported_endpoint")
+        if self._runner.failure is not None:
+            raise Refusal(Kind.FAILED, f"{KEY} of this server cannot be read: its log says why")
         if not self._runner.is_there:
             line = f"another server still has {KEY}, or this one is ending: send the request again later"
             raise Refusal(Kind.UNAVAILABLE, line, code="batch_directory_in_use", retry_after=RESTART_RETRY_SECONDS)
@@ -146,7 +149,10 @@ class BatchApi:
             raise _wrong("endpoint", f"must be {' or '.join(ROW_ENDPOINTS)}, not {show_value(endpoint)}")
         if window != WINDOW:
             raise _wrong("completion_window", f"must be {WINDOW}, not {show_value(window)}")
-        file = store.find_file(str(values.get("input_file_id")), owner)
+        file_id = values.get("input_file_id")
+        if not isinstance(file_id, str):
+            raise _wrong("input_file_id", f"must be the id of a file of the purpose batch, not {show_value(file_id)}")
+        file = store.find_file(file_id, owner, "input_file_id")
         if file.purpose != "batch":
             raise _wrong("input_file_id", f"must be a file of the purpose batch, and {file.id} is {file.purpose}")
         now = int(store.now())
@@ -172,6 +178,10 @@ def _read_metadata(value: object) -> dict[str, str] | None:
     if value is None:
         return None
     if isinstance(value, dict) and len(value) <= _MOST_METADATA and all(map(_is_metadata, value.items())):
+        try:
+            check_characters("metadata", "".join((*value, *value.values())))
+        except InvalidRequestError as error:
+            raise _wrong(None, str(error)) from None
         return value
     raise _wrong(
         "metadata",
@@ -188,7 +198,7 @@ def _is_metadata(item: tuple[str, object]) -> bool:
 def _read_page(request: Request, found: Sequence[Any], limit: int, most: int) -> Mapping[str, Any]:
     """The part of a list that a request asks for."""
     given = request.query_params.get("limit", str(limit))
-    if not given.isdecimal() or not 1 <= int(given[:9]) <= most:
+    if not given.isdecimal() or len(given) > _MOST_DIGITS or not 1 <= int(given) <= most:
         raise _wrong("limit", f"must be 1 to {most}, not {show_value(given)}")
     after = request.query_params.get("after")
     if after is not None:

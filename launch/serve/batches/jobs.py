@@ -15,6 +15,7 @@ from typing import Any
 
 from launch.serve.admission.control import AdmissionControl
 from launch.serve.admission.refusals import RESTART_RETRY_SECONDS, Kind, Refusal
+from launch.serve.batches.line_file import LineFile
 from launch.serve.batches.records import BatchRecord
 from launch.serve.batches.rows import (
     ERRORS,
@@ -25,7 +26,7 @@ from launch.serve.batches.rows import (
     refused_row,
     row_not_run,
 )
-from launch.serve.batches.store import BatchStore, LineFile
+from launch.serve.batches.store import BatchStore
 
 _ROWS_READ, _BYTES_READ = 64, 1 << 20
 """Of the input, that are read ahead."""
@@ -133,6 +134,7 @@ class BatchJob:
             OSError: the directory cannot be read or written.
         """
         batch = self._batch
+        await self._store.take_back_lines(batch)
         for kind in (OUTPUT, ERRORS):
             file = self._files[kind] = LineFile(self._store.lines_path(batch.id, kind))
             ids = await self._store.aside(file.read_ids)

@@ -23,6 +23,7 @@ class FileRecord(msgspec.Struct):
         bytes: its length.
         created_at, expires_at: seconds since the epoch; None for never.
         owner: whose key made it; empty without keys.
+        kept_since: seconds since the epoch, with their parts: the order of those of one second.
     """
 
     id: str
@@ -32,11 +33,12 @@ class FileRecord(msgspec.Struct):
     created_at: int
     owner: str
     expires_at: int | None = None
+    kept_since: float = 0.0
 
     def told(self) -> dict[str, Any]:
         """What clients are told, in OpenAI's words."""
         kept = msgspec.structs.asdict(self)
-        del kept["owner"]
+        del kept["owner"], kept["kept_since"]
         return {"object": "file", **kept, "status": "processed", "status_details": None}
 
 
@@ -65,10 +67,11 @@ class BatchRecord(msgspec.Struct):
         created_at, expires_at: seconds since the epoch.
         status: OpenAI's word.
         times: when it came to each status, by the status.
-        output_seconds: for how long its output is kept; None for ever.
+        output_seconds: for how long its output is kept; None where it does not say.
         errors: why it has failed.
         total, completed, failed: rows.
         output_file_id, error_file_id: once it is over, where there are such rows.
+        kept_since: as of a file.
     """
 
     id: str
@@ -89,11 +92,17 @@ class BatchRecord(msgspec.Struct):
     failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
+    kept_since: float = 0.0
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more comes of it."""
         return self.status not in RUNNING
+
+    @property
+    def changed_at(self) -> int:
+        """When it came to its status."""
+        return self.times.get(self.status, self.created_at)
 
     def move_to(self, status: str, now: float) -> None:
         """It has a new status."""

@@ -18,7 +18,7 @@ from launch.serve.api.openai.api import ROW_ENDPOINTS
 from launch.serve.batches.records import LineError
 from trtrun.core.values import cut_text, show_value
 from trtrun.errors import InvalidRequestError
-from trtrun.files import read_lines
+from trtrun.files import describe_foreign, read_lines
 
 MOST_ROWS = 50_000
 """Rows of a batch, as OpenAI has it."""
@@ -86,6 +86,9 @@ def read_row(line: bytes, endpoint: str | None = None) -> BatchRow:
         given = _GIVEN.decode(line.removeprefix(_MARK))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RowError("invalid_json_line", f"the line is no row of a batch: {cut_text(str(error), 200)}") from None
+    except RecursionError:
+        line_ = "the line is no row of a batch: lists or objects are nested too deeply"
+        raise RowError("invalid_json_line", line_) from None
     if not isinstance(given.custom_id, str) or not 0 < len(given.custom_id) <= _LONGEST_ID:
         line_ = f"custom_id must be a text of 1 to {_LONGEST_ID} characters, not {show_value(given.custom_id)}"
         raise RowError("invalid_custom_id", line_, "custom_id")
@@ -118,6 +121,10 @@ def check_rows(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[Li
     errors: list[LineError] = []
     num_rows = 0
     with path.open("rb") as file:
+        problem = describe_foreign(file.read(8))
+        if problem is not None:
+            return 0, [LineError("invalid_file", f"the file {problem}")]
+        file.seek(0)
         for number, line in enumerate(read_lines(file, most_bytes), start=1):
             if not line.strip():
                 continue

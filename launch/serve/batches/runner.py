@@ -42,6 +42,7 @@ class BatchRunner:
     Attributes:
         store: that it runs.
         is_there: whether the store is this server's.
+        failure: why the store cannot be read, where it cannot; it is tried again.
     """
 
     def __init__(self, store: BatchStore, answerer: RowAnswerer) -> None:
@@ -53,6 +54,7 @@ class BatchRunner:
         """
         self.store = store
         self.is_there = False
+        self.failure: str | None = None
         self._answerer = answerer
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._answering: set[str] = set()
@@ -114,12 +116,8 @@ class BatchRunner:
 
     async def _run(self) -> None:
         """Run all batches, until this task is cancelled."""
-        try:
-            while not await self.store.aside(self.store.take):
-                await asyncio.sleep(_TAKE_SECONDS)
-        except OSError as error:
-            logger.error("%s: %s", KEY, error)
-            return
+        while not await self._take():
+            await asyncio.sleep(_TAKE_SECONDS)
         self.is_there = True
         while True:
             self._news.clear()
@@ -134,6 +132,17 @@ class BatchRunner:
             finally:
                 waiting.cancel()
             self._jobs = {name: job for name, job in self._jobs.items() if not job.done()}
+
+    async def _take(self) -> bool:
+        """Whether the store is this server's now; what keeps it from being read is told, and logged once."""
+        try:
+            is_taken, failure = await self.store.aside(self.store.take), None
+        except OSError as error:
+            is_taken, failure = False, str(error)
+        if failure not in (None, self.failure):
+            logger.error("%s: %s", KEY, failure)
+        self.failure = failure
+        return is_taken
 
     def _begin_jobs(self) -> None:
         """Begin what takes no rows of the engine at once, and of the others as many as may run."""
@@ -186,9 +195,10 @@ class BatchRunner:
                 await job.refuse_rest(*_NOT_RUN[status])
         finally:
             await job.close()
+        if batch.status == "in_progress":
+            batch.move_to("finalizing", self.store.now())  # it cannot be cancelled any more
         await self.store.keep_lines(batch)
-        batch.move_to(status, self.store.now())
-        await self.store.save(batch)
+        await self.store.save_end(batch, status)
 
     async def _answer_rows(self, batch: BatchRecord, job: BatchJob) -> None:
         """Answer the rows that are not done, until all are, the batch is cancelled, or its time is over."""

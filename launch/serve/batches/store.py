@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.batches.records import BatchRecord, FileRecord, output_id
 from launch.serve.batches.rows import ERRORS, OUTPUT
 from trtrun.errors import ConfigError, shorten_path
-from trtrun.files import replace_file, write_all
+from trtrun.files import replace_file
 
 KEY = "server.batch_directory"
 _UPLOADED = ".part"
@@ -51,14 +50,20 @@ def prepare_directory(directory: Path) -> Path:
     Raises:
         ConfigError: it cannot be used, or is open to others.
     """
-    directory = directory.resolve()
     try:
+        directory = Path(os.path.realpath(directory))
         directory.mkdir(mode=_MODE, parents=True, exist_ok=True)
         mode = directory.stat().st_mode
         for name in ("files", "batches"):
             (directory / name).mkdir(mode=_MODE, exist_ok=True)
+            tried = directory / name / f"{os.getpid()}{_UPLOADED}"
+            tried.touch()
+            tried.unlink()
+    except FileExistsError as error:
+        raise ConfigError(f"{KEY}: {shorten_path(Path(error.filename))} is there, and is no directory") from None
     except OSError as error:
-        raise ConfigError(f"{KEY}: cannot use {shorten_path(directory)}: {error.strerror}") from None
+        line = f"cannot use {shorten_path(directory)}: {error.strerror}; it must be a directory to write to"
+        raise ConfigError(f"{KEY}: {line}") from None
     if mode & 0o077:
         raise ConfigError(f"{KEY}: {shorten_path(directory)} is open to other users: chmod 700 it")
     return directory
@@ -71,14 +76,19 @@ class BatchStore:
         files, batches: by their ids, the oldest first.
     """
 
-    def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, directory: Path, output_seconds: int | None = None, now: Callable[[], float] = time.time
+    ) -> None:
         """Know nothing yet.
 
         Args:
             directory: that is prepared.
+            output_seconds: for how long the output is kept of batches that do not say it, and what is known of a batch
+                that is over; None for ever.
             now: seconds since the epoch.
         """
         self.now = now
+        self._output_seconds = output_seconds
         self.files: dict[str, FileRecord] = {}
         self.batches: dict[str, BatchRecord] = {}
         self._directory = directory
@@ -105,7 +115,11 @@ class BatchStore:
         except OSError:
             logger.warning("%s: the file system has no locks: no other server may have this directory", KEY)
         self._lock = lock
-        self._read()
+        try:
+            self._read()
+        except OSError:
+            self.let_go()
+            raise
         return True
 
     def let_go(self) -> None:
@@ -133,19 +147,22 @@ class BatchStore:
         """Where a content is while it comes."""
         return self._files_dir / f"{file_id}{_UPLOADED}"
 
+    def _record_path(self, batch_id: str) -> Path:
+        return self._directory / "batches" / f"{batch_id}{_SUFFIX}"
+
     def lines_path(self, batch_id: str, kind: str) -> Path:
         """Where the lines of a batch are that is not over."""
         return self._directory / "batches" / f"{batch_id}.{kind}"
 
-    def find_file(self, file_id: str, owner: str) -> FileRecord:
-        """A file of an owner.
+    def find_file(self, file_id: str, owner: str, field: str = "id") -> FileRecord:
+        """A file of an owner; `field` is where a client names it.
 
         Raises:
             Refusal: there is none.
         """
         file = self.files.get(file_id)
         if file is None or file.owner != owner or self._has_expired(file):
-            raise Refusal(Kind.UNKNOWN_MODEL, "there is no such file, or it is another key's, or has expired", "id")
+            raise Refusal(Kind.UNKNOWN_MODEL, "there is no such file, or it is another key's, or has expired", field)
         return file
 
     def files_of(self, owner: str) -> list[FileRecord]:
@@ -176,6 +193,7 @@ class BatchStore:
         Raises:
             OSError: it cannot be written.
         """
+        file.kept_since = self.now()
         record = msgspec.json.encode(file)
 
         def write() -> None:
@@ -195,10 +213,33 @@ class BatchStore:
                 await self.aside(path.unlink, True)
 
     async def remove_expired(self) -> None:
-        """Forget the files whose time is over, but for those that batches still read."""
+        """Forget the files whose time is over, but for those that batches still read; and batches whose time is over
+        and whose output is gone."""
         for file in [file for file in self.files.values() if self._has_expired(file)]:
             if self.user_of(file.id) is None:
                 await self.remove_file(file.id)
+        if self._output_seconds is not None:
+            last = self.now() - self._output_seconds
+            for batch in [one for one in self.batches.values() if one.is_over and one.changed_at <= last]:
+                if not {batch.output_file_id, batch.error_file_id} & self.files.keys():
+                    await self._remove_batch(batch)
+
+    async def _remove_batch(self, batch: BatchRecord) -> None:
+        del self.batches[batch.id]
+        lines = [self.lines_path(batch.id, kind) for kind in (OUTPUT, ERRORS)]  # of one that has failed, on a full disk
+        async with self._writing:
+            for path in (*lines, self._record_path(batch.id)):
+                await self.aside(path.unlink, True)
+
+    async def save_end(self, batch: BatchRecord, status: str) -> None:
+        """Keep a batch with its last status; clients are told that once it is on the disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        ended = msgspec.structs.replace(batch, times=dict(batch.times))
+        ended.move_to(status, self.now())
+        await self.save(ended)
 
     async def save(self, batch: BatchRecord) -> None:
         """Keep a batch as it is now.
@@ -206,10 +247,10 @@ class BatchStore:
         Raises:
             OSError: it cannot be written.
         """
+        batch.kept_since = batch.kept_since or self.now()
         record = msgspec.json.encode(batch)
-        path = self._directory / "batches" / f"{batch.id}{_SUFFIX}"
         async with self._writing:
-            await self.aside(_replace, path, record)
+            await self.aside(_replace, self._record_path(batch.id), record)
         self.batches[batch.id] = batch
 
     async def keep_lines(self, batch: BatchRecord) -> None:
@@ -222,7 +263,8 @@ class BatchStore:
         for kind, field in ((OUTPUT, "output_file_id"), (ERRORS, "error_file_id")):
             lines, file_id = self.lines_path(batch.id, kind), output_id(batch.id, kind)
             if await self.aside(_sync, lines):
-                created, seconds = int(self.now()), batch.output_seconds
+                created = int(self.now())
+                seconds = self._output_seconds if batch.output_seconds is None else batch.output_seconds
                 expires_at = None if seconds is None else created + seconds
                 size, name = lines.stat().st_size, f"{batch.id}_{kind}.jsonl"
                 await self.add_file(
@@ -230,60 +272,18 @@ class BatchStore:
                 )
             setattr(batch, field, file_id if file_id in self.files else None)
 
-
-class LineFile:
-    """The lines of a batch that are done, of one kind. A line is one write: it outlives this process, not the host."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file, and cut off what a kill has left of a line.
+    async def take_back_lines(self, batch: BatchRecord) -> None:
+        """Undo `keep_lines` of a batch that is not over: a kill came before the batch named its files.
 
         Raises:
-            OSError: it cannot be.
+            OSError: they cannot be moved.
         """
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._path = path
-        self._end = 0
-
-    def read_ids(self) -> list[str]:
-        """The custom_id of each line.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        found = []
-        with self._path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._end += len(line)
-                found.append(_CUSTOM_ID.decode(line).custom_id)
-        os.ftruncate(self._file, self._end)
-        return found
-
-    def write(self, line: bytes) -> None:
-        """Append a line; as a whole, or not at all.
-
-        Raises:
-            OSError: it cannot be written, as on a full disk.
-        """
-        try:
-            write_all(self._file, line)
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._file, self._end)
-            raise
-        self._end += len(line)
-
-    def close(self) -> None:
-        """Close it."""
-        os.close(self._file)
-
-
-class _Line(msgspec.Struct):
-    custom_id: str
-
-
-_CUSTOM_ID = msgspec.json.Decoder(_Line)
+        for kind in (OUTPUT, ERRORS):
+            file = self.files.get(output_id(batch.id, kind))
+            if file is not None:
+                async with self._writing:
+                    await self.aside(os.replace, self.content_path(file.id), self.lines_path(batch.id, kind))
+                await self.remove_file(file.id)
 
 
 def _read_records(folder: Path, kind: type[RecordT]) -> list[RecordT]:
@@ -296,7 +296,7 @@ def _read_records(folder: Path, kind: type[RecordT]) -> list[RecordT]:
             logger.warning("%s: %s is passed over: %s", KEY, path, error)
             continue
         found += [record] if path.stem == record.id else []
-    return sorted(found, key=lambda record: (record.created_at, record.id))
+    return sorted(found, key=lambda record: (record.created_at, record.kept_since))
 
 
 def _replace(path: Path, content: bytes) -> None:

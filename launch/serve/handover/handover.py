@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from launch.serve.admission.control import AdmissionControl
 from launch.serve.engine.client import EngineClient
 from launch.serve.handover.door import Door, Greeting, knock
-from launch.serve.handover.name_file import DoorAddress, NameFile, ServedName
+from launch.serve.handover.name_file import KEY, DoorAddress, NameFile, ServedName
 from launch.serve.handover.relay import Relay
 from launch.serve.handover.successor import Successor, hash_texts
 from trtrun.configuration.config import RuntimeConfig
@@ -79,7 +79,7 @@ class Handover:
             await self._door.open(own_names(os.environ), not is_loopback or name.job is not None)
             await asyncio.to_thread(self._file.take, name, self._door.address)
         except OSError as error:
-            self._say(f"server.name_file: cannot write {self._file.path}, so none follows: {error.strerror or error}")
+            self._say(f"{KEY}: cannot write {self._file.path}, so none follows: {error.strerror or error}")
             return
         self._taken = name, self._door.address
         self._say(f"{self._file.path} says where it listens")

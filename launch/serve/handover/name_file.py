@@ -21,6 +21,7 @@ import msgspec
 from launch.jobs.placement.allocation import find_job
 from trtrun.errors import ConfigError, shorten_path
 
+KEY = "server.name_file"
 MOST_BYTES = 1 << 16
 """Of such a file: more is no such file."""
 
@@ -95,12 +96,20 @@ class NameFile:
     def __init__(self, path: Path) -> None:
         """Nothing is read yet; `path` is of the file for clients."""
         self.path = path
-        self._door = path.with_name(f".{path.name}.door")
+        self._door = path.parent / f".{path.name}.door"
 
     def check(self) -> None:
-        """Raise ConfigError where the files cannot be written."""
+        """Raise ConfigError where the files cannot be written, or would be written over a file of another kind."""
+        told = shorten_path(self.path)
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"server.name_file: {shorten_path(self.path.parent)} is no directory to write to")
+            raise ConfigError(f"{KEY}: {shorten_path(self.path.parent)} is no directory to write to")
+        try:
+            is_filled = self.path.exists() and (self.path.is_dir() or self.path.stat().st_size > 0)
+            if is_filled and self.read_name() is None:
+                raise ConfigError(f"{KEY}: {told} is there, and is none that a server has written: name another file")
+            _write(self.path, b"", 0o600, lambda beside, path: None)
+        except OSError as error:
+            raise ConfigError(f"{KEY}: cannot write {told}: {error.strerror}") from None
 
     def read_name(self) -> ServedName | None:
         """Where the server listens; None where no file says so."""
@@ -177,4 +186,4 @@ def _write(path: Path, content: bytes, mode: int, put: Callable[[Path, Path], No
 
 
 def _path_beside(path: Path) -> Path:
-    return path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(8)}")
+    return path.parent / f".{path.name.removeprefix('.')}.{secrets.token_hex(8)}"

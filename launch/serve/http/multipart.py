@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
 from launch.serve.admission.refusals import Kind, Refusal
+from trtrun.core.values import show_value
 
 MOST_HEAD_BYTES = 1 << 13
 """Bytes of the header fields of one part."""
@@ -59,9 +60,9 @@ async def read_pieces(chunks: AsyncIterator[bytes], boundary: bytes) -> AsyncGen
         boundary: between the parts.
 
     Raises:
-        Refusal: the body is not such a form, or ends early.
+        Refusal: the body is not such a form, has two parts of one name, or ends early.
     """
-    between, buffer, num_parts = b"\r\n--" + boundary, bytearray(b"\r\n"), 0
+    between, buffer, names = b"\r\n--" + boundary, bytearray(b"\r\n"), set[str]()
     part: Piece | None = None  # before the first part there may be anything
     is_in_head = False
     async for chunk in chunks:
@@ -75,10 +76,13 @@ async def read_pieces(chunks: AsyncIterator[bytes], boundary: bytes) -> AsyncGen
                     raise _wrong(f"the header fields of a part have more than {MOST_HEAD_BYTES} bytes")
                 if end < 0:
                     break
-                num_parts += 1
-                if num_parts > MOST_PARTS:
+                if len(names) == MOST_PARTS:
                     raise _wrong(f"the form has more than {MOST_PARTS} parts")
                 part, is_in_head = _read_head(bytes(buffer[:end])), False
+                if part.name in names:
+                    line = f"the form has two parts called {show_value(part.name)}: send one"
+                    raise Refusal(Kind.INVALID, line, part.name[:100])
+                names.add(part.name)
                 del buffer[: end + 4]
             end = buffer.find(between)
             data = bytes(buffer[: end if end >= 0 else max(0, len(buffer) - len(between))])

@@ -204,7 +204,8 @@ def answering(status: int, values: dict[str, Any]) -> Iterator[str]:
 def test_what_cannot_be_talked_to_is_said_in_one_line(status: int, values: dict[str, Any], message: str) -> None:
     with answering(status, values) as url, pytest.raises(ConfigError, match=message):
         ChatClient(url).look()
-    with pytest.raises(ConfigError, match="no server of trtrun answers at"):
+    with pytest.raises(ConfigError, match=r"no server of trtrun answers at http://[0-9.:]+/v1: Connection refused$"):
         ChatClient(url).look()
-    with pytest.raises(ConfigError, match="--url must be such as"):
-        ChatClient("127.0.0.1:8000")
+    for wrong in ("127.0.0.1:8000", "http://[::1", "unix://"):
+        with pytest.raises(ConfigError, match="--url must be such as"):
+            ChatClient(wrong)

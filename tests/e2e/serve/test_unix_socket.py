@@ -72,7 +72,7 @@ def test_all_clients_are_answered_and_nobody_else(pair: Path, tmp_path: Path, ll
         assert other.wait_ended() == 2 and other.lines == [
             f"trtrun: server.uds: a server answers at {path}: end it, or name another path"
         ]
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGHUP)  # its terminal is closed
         assert server.wait_ended() == 0 and [file.name for file in tmp_path.iterdir()] == ["run.yaml"]
     finally:
         server.end()

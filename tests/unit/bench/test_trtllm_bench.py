@@ -60,6 +60,13 @@ def test_a_request_that_is_none_is_named(text: str, said: str, tmp_path: Path) -
         read_dataset(file)
 
 
+def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+    (tmp_path / "requests").write_text('{"prompt": "a\u2028b\x85c", "output_tokens": 1}\r\n\n', encoding="utf-8")
+    assert [request.prompt for request in read_dataset(tmp_path / "requests")] == ["a\u2028b\x85c"]
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere: No such file or directory$"):
+        read_dataset(tmp_path / "nowhere")
+
+
 def prepare(capsys: pytest.CaptureFixture[str], *words: str) -> list[BenchRequest]:
     """The requests that prepare-dataset prints."""
     command_line.cli.main(["-m", "asset:target", "prepare-dataset", "--stdout", *words], standalone_mode=False)

@@ -143,11 +143,20 @@ def test_data_that_is_missing_or_wrong_is_said(questions: Path, tmp_path: Path) 
     lines.write_text('{"articel": "x", "highlights": "y"}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"lines.jsonl:1: no text 'article' .did you mean 'articel'"):
         read_lines(lines, TASKS["summarize"], 0)
+    for text, said in ((b'{"article": ' + b"[" * 100_000, "nested too deeply"), (b"\xff", "byte 1 is not valid UTF-8")):
+        (tmp_path / "odd.jsonl").write_bytes(text)
+        with pytest.raises(ConfigError, match=rf"odd.jsonl: .*{said}"):
+            read_lines(tmp_path / "odd.jsonl", TASKS["summarize"], 0)
+    with pytest.raises(ConfigError, match=r"nowhere: No such file or directory$"):
+        read_lines(tmp_path / "nowhere", TASKS["summarize"], 0)
     with pytest.raises(ConfigError, match="cnn_dailymail is not downloaded: save it as JSON lines"):
         find_lines(None, TASKS["summarize"])
     words = ["--engine_dir", "x", "--test_trt_llm", "--dataset_dir", str(lines)]
     with pytest.raises(ConfigError, match=r"923 and --output_len 200 are 1123 tokens, .* has 1024"):
         Summarize().check(parse_arguments(Summarize(), [*words, "--output_len", "200"]), 1024)
+    lines.write_text('{"article": "x", "highlights": "y"}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--output_dir .*lines.jsonl: cannot make this folder: File exists"):
+        Summarize().check(parse_arguments(Summarize(), [*words, "--output_dir", str(lines)]), 1024)
 
 
 def test_lines_come_in_the_order_of_the_library_datasets(tmp_path: Path) -> None:

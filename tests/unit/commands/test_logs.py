@@ -110,6 +110,13 @@ own.error("for the file", extra=FILE_ONLY)
     assert f"\n    ValueError: first\n    {fake}\n" in text
 
 
+def test_without_a_file_the_terminal_has_the_traceback() -> None:
+    done = python("try:\n    1 / 0\nexcept ZeroDivisionError:\n    own.exception('two\\nwords')", 0)
+    assert said(done.stderr) == [("ERROR", "trtrun.part", "two words")]
+    assert "\n    Traceback (most recent call last):\n" in done.stderr
+    assert done.stderr.endswith("\n    ZeroDivisionError: division by zero\n")
+
+
 def test_a_file_is_appended_to_and_each_start_is_marked(tmp_path: Path) -> None:
     for number in range(2):
         python(f"own.info('run {number}')", 0, tmp_path)

@@ -109,3 +109,15 @@ def test_more_devices_than_any_model_has_heads_are_refused_before_they_are_named
 def test_a_file_too_large_for_a_configuration_is_not_read_whole() -> None:
     with pytest.raises(ConfigError, match="/dev/zero: it is larger than 1 MiB"):
         load_config("/dev/zero")
+
+
+def test_paths_begin_at_home_where_they_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        'target: {model: "asset:target", devices: ["cpu:0"]}\nspeculation: {method: none}\n'
+        "server: {batch_directory: ~/batches}\nlaunch: {log_directory: ~/logs}\n"
+    )
+    config = load_config(file, ["server.name_file=~/name.json"])
+    found = (config.server.batch_directory, config.launch.log_directory, config.server.name_file)
+    assert found == (tmp_path / "batches", tmp_path / "logs", tmp_path / "name.json")

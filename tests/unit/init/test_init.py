@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from checkpoints import make_checkpoint, make_tokenizer
 from hub_caches import fill_cache
@@ -77,7 +78,13 @@ def test_the_largest_model_that_fits_and_a_draft_of_its_tokenizer(cache: Path, i
     config, text = init("--model", "org/small@v1")  # nothing is half as large
     assert config.speculation.method == "ngram" and config.draft is None
     named = (cache.parent / "made" / "org" / "large").rename(cache.parent / "FILES")  # a word of the help
-    assert init("--model", str(named))[0].target.model == named
+    assert init("--model", str(named))[0].target.model == init(str(named))[0].target.model == named
+    for words, line in (
+        ((str(named), "--model", "x"), "are two models: name one"),
+        (("--output", str(cache)), "is a directory: name a file"),
+    ):
+        with pytest.raises((click.UsageError, ConfigError), match=line):
+            init(*words)
     _, text = init("--model", "org/large", "--draft", "org/half", "--devices", "cpu:0,cpu:1")
     assert "model: org/half\n" in text and text.count("devices: ['cpu:0', 'cpu:1']") == 2
     with pytest.raises(CheckpointError, match=r"model\.layers\.14\."):

@@ -145,6 +145,19 @@ def test_a_signal_ends_everything(number: signal.Signals) -> None:
     assert not is_alive(child)
 
 
+def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it for what it starts
+    try:
+        process = start("import sys; print('started', flush=True); sys.stdin.read()")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_job_that_can_drain_is_asked_to_and_decides_the_status(number: signal.Signals) -> None:
     process = start(DRAINING, drain_seconds=60)

@@ -161,3 +161,19 @@ def test_one_host_and_options_without_their_flag_are_refused(tmp_path: Path) -> 
     file = tmp_path / "job.json"
     done = CliRunner().invoke(cli, ["plan", "--config", str(file), "--rows", "4"])
     assert done.exit_code == 2 and "--rows goes with --hosts" in done.output
+    done = CliRunner().invoke(cli, ["plan", "--config", str(file), "--slurm", "--pbs"])
+    assert done.exit_code == 2 and "--slurm and --pbs exclude each other" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpu-gib", "inf"), "inf is no finite number"),
+        (("--latency-us", "nan"), "nan is no finite number"),
+        (("--gbit", "-1"), "-1.0 is not in the range"),
+        (("--rows", "100000000"), "100000000 is not in the range"),
+    ],
+)
+def test_numbers_that_no_host_has_are_refused(tmp_path: Path, words: tuple[str, str], said: str) -> None:
+    done = CliRunner().invoke(cli, ["plan", "--config", str(tmp_path / "job.yaml"), "--hosts", *words])
+    assert done.exit_code == 2 and said in done.output

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from launch.cli import guarded, leave
-from launch.commands.common import load
+from launch.commands.common import FiniteRange, load
 from launch.commands.model_options import Settled, settle
 from launch.compat.tensorrt_llm.bench.dataset import (
     BenchRequest,
@@ -167,10 +167,10 @@ def prepare_dataset(context: click.Context, /, **given: Any) -> None:
 
 @prepare_dataset.command("token-norm-dist")
 @click.option("--num-requests", type=click.IntRange(1), required=True)
-@click.option("--input-mean", type=float, required=True)
-@click.option("--input-stdev", type=click.FloatRange(0), required=True)
-@click.option("--output-mean", type=float, required=True)
-@click.option("--output-stdev", type=click.FloatRange(0), required=True)
+@click.option("--input-mean", type=FiniteRange(), required=True)
+@click.option("--input-stdev", type=FiniteRange(0), required=True)
+@click.option("--output-mean", type=FiniteRange(), required=True)
+@click.option("--output-stdev", type=FiniteRange(0), required=True)
 @click.pass_obj
 def token_norm_dist(group: Mapping[str, Any], /, num_requests: int, **given: float) -> int:
     """Lengths of a normal distribution."""
@@ -227,6 +227,8 @@ def _measure(given: Mapping[str, Any]) -> int:
         for name, file in options.files.items():
             if not file.absolute().parent.is_dir():
                 raise ConfigError(f"--{name}: no such directory: {file.absolute().parent}")
+            if file.is_dir():
+                raise ConfigError(f"--{name}: {file} is a directory: name a file")
         check_job(job.spec)
         for request in requests:
             if not isinstance(request.prompt, str):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from trtrun.errors import ConfigError
+from trtrun.errors import ConfigError, why_unreadable
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def read_dataset(path: Path, most: int = 0) -> list[BenchRequest]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset: cannot read {path}: {error}") from None
+        raise ConfigError(f"--dataset: cannot read {path}: {why_unreadable(error)}") from None
     samples = _whole_file(text)
     found: list[tuple[int, Any]] = list(enumerate(samples, 1)) if samples is not None else list(_lines(path, text))
     requests = [_read(path, number, fields) for number, fields in (found[:most] if most > 0 else found)]
@@ -67,7 +67,7 @@ def _whole_file(text: str) -> Sequence[Any] | None:
 
 
 def _lines(path: Path, text: str) -> Iterable[tuple[int, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield number, json.loads(line)

@@ -76,7 +76,7 @@ class Front:
         self.admission, self.rows = frontend.admission, rows
         self.runner: BatchRunner | None = None
         if directory is not None:
-            store = BatchStore(prepare_directory(directory), **({} if now is None else {"now": now}))
+            store = BatchStore(prepare_directory(directory), 90_000, **({} if now is None else {"now": now}))
             answerer = RowAnswerer(RowTurns(frontend.admission), rows.answer, error_body, 2000)
             self.runner = BatchRunner(store, answerer)
         api = BatchApi(self.runner, Keys(keys), Bodies(100_000, 200_000), "m", MOST_BYTES)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from batch_servers import MOST_BYTES, Front, Rows, begin, end_of, row, running, until, upload
 
 from launch.serve.admission.refusals import Refusal
+from launch.serve.batches.rows import RowError, read_row
 from launch.serve.batches.store import prepare_directory
 from launch.serve.http.multipart import read_boundary, read_pieces
 from trtrun.errors import ConfigError
@@ -62,7 +66,8 @@ def test_forms_that_are_none_are_refused() -> None:
         (form("b", ('name="x"', b"y"))[:-12], "ends before"),
         (form("b", ("filename=x", b"y")), "has no name"),
         (form("b", ('name="x"', b"y")).replace(b"form-data", b"a" * 9000), "more than 8192 bytes"),
-        (form("b", *[('name="x"', b"y")] * 65), "more than 64 parts"),
+        (form("b", *[(f'name="x{number}"', b"y") for number in range(65)]), "more than 64 parts"),
+        (form("b", ('name="file"', b"y"), ('name="x"', b"y"), ("name=file", b"")), 'two parts called "file": send one'),
     ):
         with pytest.raises(Refusal, match=line):
             run(read(body))
@@ -96,6 +101,24 @@ def test_files_are_kept_listed_and_deleted(tmp_path: Path) -> None:
             (tmp_path / "d" / "files" / "file-cut.part").write_bytes(b"of an upload that a kill has cut")
         async with running(tmp_path / "d", Rows(), now=lambda: 1e10):  # all have expired
             await until(lambda: not list((tmp_path / "d" / "files").iterdir()))
+
+    run(work())
+
+
+def test_lists_have_their_order_after_a_restart(tmp_path: Path) -> None:
+    async def work() -> None:
+        rows = Rows()
+        rows.let()
+        lists = []
+        for number in range(3):
+            async with running(tmp_path / "d", rows) as front:
+                client = front.client()
+                if not number:
+                    for name in range(6):
+                        await end_of(client, await begin(client, row(f"{name}")))
+                files = [file.id async for file in client.files.list(limit=5)]
+                lists.append((files, [batch.id async for batch in client.batches.list(limit=5)]))
+        assert len(lists[0][0]) == 12 and lists[0] == lists[1] == lists[2]
 
     run(work())
 
@@ -142,11 +165,15 @@ def test_batches_that_are_wrong_are_refused_by_field(tmp_path: Path) -> None:
                 ("endpoint", "/v1/embeddings", "endpoint must be /v1/completions or"),
                 ("completion_window", "1h", "completion_window must be 24h"),
                 ("metadata", {"x": "y" * 513}, "metadata must be"),
+                ("input_file_id", None, "input_file_id must be the id of a file"),
                 ("output_expires_after", {"anchor": "created_at", "seconds": 1}, "output_expires_after must be"),
                 ("extra_body", {"endpint": 1}, "did you mean 'endpoint'"),
             ):
                 with pytest.raises(openai.BadRequestError, match=line):
                     await client.batches.create(**good | {field: value})
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(front.application)) as plain:
+                half = await plain.post("http://x/v1/batches", content=json.dumps(good | {"metadata": {"\ud800": "x"}}))
+                assert half.status_code == 400 and "metadata holds \\\\ud800" in half.text
             rows.let()
             batch_id = await begin(client, row("x"))
             batch = await end_of(client, batch_id)
@@ -154,10 +181,43 @@ def test_batches_that_are_wrong_are_refused_by_field(tmp_path: Path) -> None:
                 await client.batches.create(**good | {"input_file_id": batch.output_file_id})
             with pytest.raises(openai.BadRequestError, match="is completed"):
                 await client.batches.cancel(batch_id)
-            with pytest.raises(openai.BadRequestError, match="limit must be 1 to 100"):
-                await client.batches.list(limit=101)
+            for limit in (101, f"1{'0' * 5000}", "0000000019"):
+                with pytest.raises(openai.BadRequestError, match="limit must be 1 to 100"):
+                    await client.batches.list(extra_query={"limit": limit})
+            with pytest.raises(openai.NotFoundError) as missing:
+                await client.batches.create(**good | {"input_file_id": "file-0"})
+            assert missing.value.param == "input_file_id"
 
     run(work())
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "line"),
+    [
+        (row("x").encode("utf-16"), "invalid_file", "the file is UTF-16 text: write it as UTF-8"),
+        (gzip.compress(row("x").encode()), "invalid_file", r"the file is compressed \(gzip\): unpack it first"),
+        (b"\n \n", "empty_file", "the file has no rows"),
+        (b"\0" * 99, "invalid_json_line", "invalid character"),
+    ],
+)
+def test_files_that_are_no_rows_are_told_by_what_they_are(tmp_path: Path, content: bytes, code: str, line: str) -> None:
+    async def work() -> None:
+        async with running(tmp_path / "d", Rows()) as front:
+            client = front.client()
+            file = await client.files.create(file=("x", content), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            ended = await end_of(client, batch.id)
+            (error,) = ended.errors.data
+            assert (ended.status, error.code) == ("failed", code) and re.search(line, error.message)
+
+    run(work())
+
+
+def test_a_row_that_is_nested_deeply_is_wrong() -> None:
+    with pytest.raises(RowError, match="nested too deeply"):
+        read_row(row("x", body="[").replace('"["', "[" * 3000 + "]" * 3000).encode())
 
 
 def test_without_a_directory_the_key_is_named(tmp_path: Path) -> None:
@@ -171,6 +231,28 @@ def test_without_a_directory_the_key_is_named(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="is open to other users: chmod 700 it"):
         prepare_directory(tmp_path / "open")
-    with pytest.raises(ConfigError, match=r"cannot use .*file"):
-        (tmp_path / "file").write_text("")
-        prepare_directory(tmp_path / "file")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("file", "loop"):
+        with pytest.raises(ConfigError, match=rf"{name} is there, and is no directory"):
+            prepare_directory(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"cannot use /proc/x: No such .*; it must be a directory to write to"):
+        prepare_directory(Path("/proc/x"))
+
+
+def test_a_directory_that_cannot_be_read_is_told_until_it_can(tmp_path: Path) -> None:
+    async def work() -> None:
+        front = Front(tmp_path / "d", Rows())
+        wrong = tmp_path / "d" / "batches" / "batch_0.json"
+        wrong.mkdir()
+        assert front.runner is not None
+        front.runner.start()
+        await until(lambda: front.runner is not None and front.runner.failure)
+        with pytest.raises(openai.InternalServerError, match=r"batch_directory of this server cannot be read"):
+            await front.client().files.list()
+        wrong.rmdir()
+        await until(lambda: front.runner is not None and front.runner.is_there)
+        assert (await front.client().files.list()).data == []
+        await front.runner.close()
+
+    run(work())

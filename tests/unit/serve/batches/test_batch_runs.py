@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from batch_servers import Rows, begin, end_of, lines_of, row, running, until
 
 from launch.serve.admission.refusals import Kind, Refusal, out_of_time
-from launch.serve.batches.store import LineFile
+from launch.serve.batches.line_file import LineFile
+from launch.serve.batches.records import BatchRecord
+from launch.serve.batches.store import BatchStore
 
 IDS = [f"row {number}" for number in range(12)]
 ROWS = [row(name) for name in IDS]
@@ -26,7 +29,8 @@ def ids_of(lines: list[Any]) -> list[str]:
     return sorted(line["custom_id"] for line in lines)
 
 
-def test_a_server_that_is_started_again_answers_what_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [b'{"id":"batch_req_torn by a k', b"\0\0\0\n", b"\0" * 99, b'{"id": "x"}\n'])
+def test_a_server_that_is_started_again_answers_what_is_left(tmp_path: Path, torn: bytes) -> None:
     async def work() -> None:
         rows = Rows()
         async with running(tmp_path / "d", rows) as front:
@@ -38,7 +42,7 @@ def test_a_server_that_is_started_again_answers_what_is_left(tmp_path: Path) -> 
         (work_file,) = (tmp_path / "d" / "batches").glob("*.output")
         whole = work_file.read_bytes()
         assert whole.count(b"\n") == 3
-        work_file.write_bytes(whole + b'{"id":"batch_req_torn by a k')
+        work_file.write_bytes(whole + torn)
 
         again = Rows()
         again.let()
@@ -193,5 +197,83 @@ def test_rows_wait_for_an_engine_and_are_told_what_went_wrong(tmp_path: Path) ->
             told = {name: wrong[name]["response"] for name in ("broken", "wrong")}
             assert {name: answer["status_code"] for name, answer in told.items()} == {"broken": 500, "wrong": 400}
             assert told["wrong"]["body"]["error"]["param"] == "prompt" and wrong["wrong"]["error"] is None
+
+    run(work())
+
+
+@pytest.mark.parametrize("status", ["in_progress", "cancelling", "finalizing"])
+def test_a_kill_while_the_files_of_a_batch_are_made_loses_no_row(tmp_path: Path, status: str) -> None:
+    async def work() -> None:
+        rows = Rows()
+        async with running(tmp_path / "d", rows) as front:
+            batch_id = await begin(front.client(), *ROWS)
+            rows.let(3 if status == "cancelling" else 12)
+            assert front.runner is not None
+            done = 3 if status == "cancelling" else 12
+            await until(lambda: front.runner.store.batches[batch_id].completed == done)
+            if status == "cancelling":
+                await front.client().batches.cancel(batch_id)
+            before = await end_of(front.client(), batch_id)
+        record = tmp_path / "d" / "batches" / f"{batch_id}.json"  # as it was before its files were made
+        told = json.loads(record.read_bytes()) | {"status": status, "output_file_id": None, "error_file_id": None}
+        record.write_text(json.dumps(told))
+        again = Rows()
+        async with running(tmp_path / "d", again) as front:
+            batch = await end_of(front.client(), batch_id)
+            assert (batch.status, batch.request_counts) == (before.status, before.request_counts)
+            for field in ("output_file_id", "error_file_id"):
+                assert getattr(batch, field) == getattr(before, field)
+            found = [await lines_of(front.client(), name) for name in (batch.output_file_id, batch.error_file_id)]
+            assert (len(found[0]), ids_of(found[0] + found[1])) == (done, sorted(IDS))
+            assert not again.asked
+
+    run(work())
+
+
+def test_an_end_is_told_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        rows = Rows()
+        rows.let()
+        may_save = asyncio.Event()
+        save = BatchStore.save
+
+        async def save_late(self: BatchStore, batch: BatchRecord) -> None:
+            if batch.is_over:
+                await may_save.wait()
+            await save(self, batch)
+
+        monkeypatch.setattr(BatchStore, "save", save_late)
+        async with running(tmp_path / "d", rows) as front:
+            batch_id = await begin(front.client(), *ROWS)
+            assert front.runner is not None
+            batches = front.runner.store.batches
+            await until(lambda: batches[batch_id].output_file_id)
+            assert (await front.client().batches.retrieve(batch_id)).status == "finalizing"
+            may_save.set()
+            assert (await end_of(front.client(), batch_id)).status == "completed"
+            record = tmp_path / "d" / "batches" / f"{batch_id}.json"
+            assert json.loads(record.read_bytes())["status"] == "completed"
+
+    run(work())
+
+
+def test_ended_batches_are_forgotten_with_their_answers(tmp_path: Path) -> None:
+    async def work() -> None:
+        rows = Rows()
+        rows.let()
+        longer = {"anchor": "created_at", "seconds": 180_000}
+        async with running(tmp_path / "d", rows) as front:
+            client = front.client()
+            ids = [await begin(client, row("x"), **given) for given in ({}, {"output_expires_after": longer})]
+            ids.append(await begin(client, "no row"))
+            batches = [await end_of(client, name) for name in ids]
+            outputs = [await client.files.retrieve(batch.output_file_id) for batch in batches[:2]]
+            assert [file.expires_at - file.created_at for file in outputs] == [90_000, 180_000]
+        for seconds, left in ((89_000, ids), (100_000, ids[1:2]), (181_000, [])):
+            async with running(tmp_path / "d", rows, now=lambda seconds=seconds: time.time() + seconds) as front:
+                assert front.runner is not None
+                kept = tmp_path / "d" / "batches"
+                await until(lambda left=left, kept=kept: {path.stem for path in kept.iterdir()} == set(left))
+                assert {one.id async for one in front.client().batches.list()} == set(left)
 
     run(work())

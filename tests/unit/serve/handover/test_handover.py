@@ -347,3 +347,13 @@ def test_a_server_that_ends_leaves_the_name_that_another_one_takes_meanwhile(
 def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.name_file: .*nowhere is no directory to write to"):
         PlayedServer(tmp_path / "nowhere" / "name.json", 1)
+    (tmp_path / "notes").write_text("of somebody")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "notes", tmp_path / "folder", Path("/")):
+        with pytest.raises(ConfigError, match=rf"{path} is there, and is none that a server has written"):
+            PlayedServer(path, 1)
+        assert NameFile(path).read_name() is None
+    for path, line in ((tmp_path / ("x" * 300), "File name too long"), (Path("/proc/x"), "No such file")):
+        with pytest.raises(ConfigError, match=rf"cannot write .*: {line}"):
+            PlayedServer(path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "notes"]

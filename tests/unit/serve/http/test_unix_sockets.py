@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,19 @@ def test_a_socket_is_its_users_whatever_the_mask(tmp_path: Path) -> None:
             assert os.umask(0) == 0  # files made later are as they were
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_at_the_start_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "import os, sys; from launch.serve.application.addresses import *\n"
+        "with Addresses.open(ServerSection(uds=sys.argv[1]), {}) as addresses, ended_without_files(addresses):\n"
+        "    assert os.path.exists(sys.argv[1]); os.kill(os.getpid(), int(sys.argv[2]))"
+    )
+    words = [sys.executable, "-c", code, tmp_path / "s", str(int(number))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (128 + number, f"trtrun: ended by {number.name}\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_place_of_a_dead_server_is_taken_and_that_of_another_is_not(tmp_path: Path) -> None:
