@@ -44,8 +44,9 @@ _DECIDED = frozenset({"method", "model", "num_speculative_tokens", "parallel_dra
 """Fields of vLLM's speculative_config that the job decides."""
 
 _METHODS_OF_VLLM = {
+    "draft_target": "draft_model",
     **{name: name for name in ("eagle3", "eagle", "medusa", "mtp")},
-    **{"draft_target": "draft_model", "gemma4_mtp": "mtp"},
+    "gemma4_mtp": "mtp",
 }
 
 _LOOK = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else 3)"
