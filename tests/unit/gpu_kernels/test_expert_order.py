@@ -34,8 +34,8 @@ def compiled(kernel, constants, kinds, num_warps, num_stages):
     products = [line for line in code.asm["ttgir"].splitlines() if "tt.dot " in line]
     return {"by four warps": "wgmma.mma_async" in code.asm["ptx"], "products": products}
 
-def plain(tile):
-    sizes = {"ROWS": tile.rows, "FEATURES": tile.features, "INPUTS": tile.inputs, "IS_EVEN": False, "HAS_BIAS": False}
+def plain(rows, tile):
+    sizes = {"ROWS": rows, "FEATURES": tile.features, "INPUTS": tile.inputs, "IS_EVEN": False, "HAS_BIAS": False}
     kinds = {"x": "*bf16", "weight": "*bf16", "output": "*bf16"}
     return compiled(experts._product_kernel, sizes, kinds, tile.num_warps, tile.num_stages)
 
@@ -45,7 +45,7 @@ def coded(rows, size, shift):
     kinds = {"x": "*bf16", "words": "*i32", "scales": scales, "factor": "*fp32", "y": "*bf16"}
     return compiled(four_bits._product_kernel, sizes, kinds, 4, 3)
 
-tiles = [plain(tile) for tile in (experts._NARROW, experts._WIDE, experts._LARGE)]
+tiles = [plain(rows, product) for rows, (_, product) in experts.TILES.items()]
 print(json.dumps([*tiles, *(coded(*kind) for kind in ((16, 128, 0), (16, 32, 7), (64, 32, 7), (16, 16, 4)))]))
 """
 
