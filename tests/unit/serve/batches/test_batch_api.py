@@ -195,7 +195,7 @@ def test_batches_that_are_wrong_are_refused_by_field(tmp_path: Path) -> None:
     ("content", "code", "line"),
     [
         (row("x").encode("utf-16"), "invalid_file", "the file is UTF-16 text: write it as UTF-8"),
-        (gzip.compress(row("x").encode(), mtime=0), "invalid_file", r"the file is compressed \(gzip\): unpack it first"),
+        (gzip.compress(row("x").encode(), mtime=0), "invalid_file", r"the file is compressed \(gzip\): unpack"),
         (b"\n \n", "empty_file", "the file has no rows"),
         (b"\0" * 99, "invalid_json_line", "invalid character"),
     ],
