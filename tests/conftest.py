@@ -185,6 +185,8 @@ def _reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Count outcomes where scripts/test.sh asks for it. Where tests run in several processes, the first one counts."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which processes of tests would inherit
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
     if os.environ.get("TRTRUN_TEST_TALLY") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Tally(Path(os.environ["TRTRUN_TEST_TALLY"])), "tally")
     if os.environ.get("TRTRUN_TEST_DURATIONS") and not _only_deals_out(config):
