@@ -148,7 +148,7 @@ def test_a_signal_ends_everything(number: signal.Signals) -> None:
 def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it for what it starts
     try:
-        process = start("import sys; print('started', flush=True); sys.stdin.read()")
+        process = start("import time; print('started', flush=True); time.sleep(600)")
     finally:
         signal.signal(signal.SIGHUP, before)
     assert process.stdout is not None and process.stdout.readline() == "started\n"
