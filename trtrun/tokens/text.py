@@ -24,7 +24,7 @@ from trtrun.tokens.byte_pair_files import TEKKEN, TIKTOKEN, read_tekken, read_ti
 from trtrun.tokens.decoders.chain import Decoding, decoder_kinds, read_chain
 from trtrun.tokens.token_bytes import TokenBytes, read_token_bytes
 
-FILE = "tokenizer.model"
+_MODEL = "tokenizer.model"
 _LIBRARIES = ("transformers", "sentencepiece", "google.protobuf")
 
 
@@ -37,7 +37,7 @@ def read_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     missing = [name for name in _LIBRARIES if not _is_there(name)]
     if missing:
         raise CheckpointError(
-            f"{path} has {FILE} but no tokenizer.json, and reading it needs the extra 'sentencepiece', of which "
+            f"{path} has {_MODEL} but no tokenizer.json, and reading it needs the extra 'sentencepiece', of which "
             f"{', '.join(missing)} is missing: pip install 'trtrun[sentencepiece]', or scripts/install.sh sentencepiece"
         )
     from transformers import AutoTokenizer
@@ -51,7 +51,7 @@ def read_sentencepiece(path: Path) -> tokenizers.Tokenizer:
         backend: tokenizers.Tokenizer = made.backend_tokenizer
     except Exception as error:  # whatever the libraries raise for a file that is none
         raise CheckpointError(
-            f"{path / FILE} is no tokenizer that transformers can convert ({one_line(error)}): copy it again, or save "
+            f"{path / _MODEL} is no tokenizer that transformers can convert ({one_line(error)}): copy it again, or save "
             "it once with transformers (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         ) from None
     finally:
@@ -66,13 +66,13 @@ def _is_there(name: str) -> bool:
         return False
 
 
-_FILE = "tokenizer.json"
+_JSON = "tokenizer.json"
 _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts")
 """Pre-tokenizers that part texts, and leave out nothing unless they are told so."""
 
 _LIBRARY = RustLibrary("tokenizers")
 
-_READERS = {FILE: read_sentencepiece, TEKKEN: read_tekken, TIKTOKEN: read_tiktoken}
+_READERS = {_MODEL: read_sentencepiece, TEKKEN: read_tekken, TIKTOKEN: read_tiktoken}
 """Files that are converted, where there is no tokenizer.json."""
 _SLOW_FILES = ("vocab.json", "vocab.txt", "spiece.model")
 
@@ -240,7 +240,7 @@ def _keeps_all(kind: Mapping[str, Any]) -> bool:
 
 def hash_tokenizer_files(directory: Path) -> str:
     """Tells the tokenizer of a model directory from others, one that cannot be read from all."""
-    for name in (_FILE, *_READERS):
+    for name in (_JSON, *_READERS):
         try:
             return hashlib.sha256((directory / name).read_bytes()).hexdigest()
         except OSError:
@@ -254,7 +254,7 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     Raises:
         CheckpointError: tokenizer.json is damaged, or the directory has a tokenizer of another kind only.
     """
-    file = path / _FILE
+    file = path / _JSON
     if not file.is_file():
         for name in _READERS:
             if (path / name).is_file():

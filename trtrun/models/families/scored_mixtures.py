@@ -50,12 +50,12 @@ def _plan_minimax(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[Laye
     if kinds is not None and kinds != [1] * shape.num_layers:  # linear attention, as MiniMax-M1 has it
         raise CheckpointError(f"'attn_type_list' must be 1 for each layer, not {shorten(kinds)}")
     count, chosen = read_experts(values)
-    rotated = parse_rope(values, min(values["max_position_embeddings"], MOST_POSITIONS), shape.head_dim, in_part=True)
+    rope = parse_rope(values, min(values["max_position_embeddings"], MOST_POSITIONS), shape.head_dim, in_part=True)
     return [
         DecoderPlan.of_layer(
             index,
             WholeNormAttentionPlan(
-                f"model.layers.{index}.self_attn", shape, rotated=rotated.rotated, rounds_before_weighing=True
+                f"model.layers.{index}.self_attn", shape, rotated=rope.rotated, rounds_before_weighing=True
             ),
             ExpertsPlan(
                 f"model.layers.{index}.block_sparse_moe",
