@@ -51,8 +51,8 @@ def read_sentencepiece(path: Path) -> tokenizers.Tokenizer:
         backend: tokenizers.Tokenizer = made.backend_tokenizer
     except Exception as error:  # whatever the libraries raise for a file that is none
         raise CheckpointError(
-            f"{path / _MODEL} is no tokenizer that transformers can convert ({one_line(error)}): copy it again, or save "
-            "it once with transformers (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+            f"{path / _MODEL} is no tokenizer that transformers can convert ({one_line(error)}): copy it again, or "
+            "save it once with transformers (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         ) from None
     finally:
         logging.set_verbosity(verbosity)
