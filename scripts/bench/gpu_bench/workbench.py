@@ -206,7 +206,8 @@ class Workbench:
             values["draft"] = {"devices": draft}
         if pair.startswith("70b"):
             for role, name in (("target", options.target_quantization), ("draft", options.draft_quantization)):
-                if name != "none" and role in values:
+                # Heads are read as they are.
+                if name != "none" and role in values and (heads is None or role == "target"):
                     values[role]["quantization"] = name
         if options.kind == "cpu":
             values |= {"threads": 1, "kv_cache": {"max_tokens": 4096}}

@@ -306,6 +306,14 @@ def test_the_example_of_another_runtime_runs_as_a_part(
     assert (status, tokens) == ("0", "64")
 
 
+def test_heads_are_read_as_they_are_where_weights_have_fewer_bits(tmp_path: Path) -> None:
+    bench = Workbench(Options("cuda", 1), tmp_path, deadline=0)
+    config = bench.config("70b", PLACEMENTS[1][0], heads=tmp_path / "heads", method="medusa")
+    values = json.loads(config.read_text(encoding="utf-8"))
+    assert values["target"]["quantization"] == "fp8"
+    assert values["draft"] == {"model": str(tmp_path / "heads")}
+
+
 def test_a_published_table_is_measured_beside_its_figures(
     forked_commands: ForkedCommands, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
