@@ -21,6 +21,11 @@ FEW_PAIRS = 64
 _MOST_AT_ONCE = 4096
 """Pairs that a program looks at in a step."""
 
+FEW_ROWS = tl.constexpr(16)
+"""Rows of the smallest tiles. Several that chose an expert are multiplied with the same features of it together, and
+these are read once. Larger tiles have all of their features together: so the rows are read once, and so is the expert,
+of which the next tile is, too."""
+
 
 class ExpertTiles(NamedTuple):
     """Tiles of pairs.
@@ -76,6 +81,20 @@ def _lay_out_kernel(
     for first in range(0, own, ROWS):
         number = first + tl.arange(0, ROWS)
         tl.store(experts + start + number, tl.zeros((ROWS,), tl.int64) + expert, mask=number < own)
+
+
+@triton.jit
+def tile_and_part(ROWS: tl.constexpr):
+    """Which tile is this program's, and which part of its features, in a grid of `grid_of`."""
+    if ROWS > FEW_ROWS:
+        return tl.program_id(1), tl.program_id(0)
+    else:
+        return tl.program_id(0), tl.program_id(1)
+
+
+def grid_of(tiles: ExpertTiles, parts: int) -> tuple[int, int]:
+    """A program for each tile and each part of its features, in the order in which these come."""
+    return (parts, len(tiles.experts)) if tiles.rows > FEW_ROWS.value else (len(tiles.experts), parts)
 
 
 @cache

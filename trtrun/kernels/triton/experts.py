@@ -22,7 +22,7 @@ from trtrun.kernels.arguments import Activation, Activations, Rounding
 from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
 from trtrun.kernels.torch.experts import Choice, Experts
 from trtrun.kernels.triton.early_launch import begin, early
-from trtrun.kernels.triton.expert_tiles import ExpertTiles, lay_out
+from trtrun.kernels.triton.expert_tiles import FEW_ROWS, ExpertTiles, grid_of, lay_out, tile_and_part
 from trtrun.kernels.triton.fused import GATES, gated
 
 _NO_ROW = tl.constexpr(-1)
@@ -149,15 +149,17 @@ def choose_experts(
 
 @triton.jit
 def _weights_of(
-    weight, row, first, inputs, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr
+    weight, row, first, inputs, ROWS: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr
 ):  # fmt: skip
-    """Weights [INPUTS, FEATURES] of rows [FEATURES] int64 of all experts' rows, from an input on."""
+    """Weights [INPUTS, features] of rows [features] int64 of all experts' rows, from an input on: for tiles of few
+    rows they are read once."""
     number = first + tl.arange(0, INPUTS)
     place = weight + row[None, :] * inputs + number[:, None]
+    policy: tl.constexpr = "evict_first" if ROWS <= FEW_ROWS else ""
     if IS_EVEN:
-        weights = tl.load(place, eviction_policy="evict_first")
+        weights = tl.load(place, eviction_policy=policy)
     else:
-        weights = tl.load(place, mask=(number < inputs)[:, None], other=0.0, eviction_policy="evict_first")
+        weights = tl.load(place, mask=(number < inputs)[:, None], other=0.0, eviction_policy=policy)
     return weights
 
 
@@ -169,13 +171,14 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
     begin(EARLY)
-    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    tile, part = tile_and_part(ROWS)
+    expert = tl.load(experts + tile).to(tl.int64)
     if expert < 0:
         return
     kind = output.dtype.element_ty
-    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_pair = pair != _NO_ROW
-    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    feature = part * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < features
     # The last tile computes some features again instead of reading behind the expert.
     gates = expert * 2 * features + tl.where(is_feature, feature, 0).to(tl.int64)
@@ -185,8 +188,8 @@ def _gate_up_kernel(
         number = first + tl.arange(0, INPUTS)
         known = number < inputs
         values = tl.load(token[:, None] + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
-        gate = tl.dot(values, _weights_of(weight, gates, first, inputs, FEATURES, INPUTS, IS_EVEN), gate)
-        of_factor = _weights_of(weight, gates + features, first, inputs, FEATURES, INPUTS, IS_EVEN)
+        gate = tl.dot(values, _weights_of(weight, gates, first, inputs, ROWS, INPUTS, IS_EVEN), gate)
+        of_factor = _weights_of(weight, gates + features, first, inputs, ROWS, INPUTS, IS_EVEN)
         factor = tl.dot(values, of_factor, factor)
     if HAS_BIAS:
         of_gates = bias + expert * 2 * features + feature
@@ -206,12 +209,13 @@ def _product_kernel(
     """The product of the pairs of a tile with their expert: output [pairs, features]. A row of x has the inputs of
     CHOSEN pairs, one behind the other."""
     begin(EARLY)
-    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    tile, part = tile_and_part(ROWS)
+    expert = tl.load(experts + tile).to(tl.int64)
     if expert < 0:
         return
-    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_pair = pair != _NO_ROW
-    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    feature = part * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < features
     row = expert * features + tl.where(is_feature, feature, 0).to(tl.int64)
     total = tl.zeros((ROWS, FEATURES), tl.float32)
@@ -221,7 +225,7 @@ def _product_kernel(
         values = tl.load(
             x + (pair // CHOSEN)[:, None] * inputs + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0
         )
-        total = tl.dot(values, _weights_of(weight, row, first, inputs, FEATURES, INPUTS, IS_EVEN), total)
+        total = tl.dot(values, _weights_of(weight, row, first, inputs, ROWS, INPUTS, IS_EVEN), total)
     if HAS_BIAS:
         total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
     place = output + pair[:, None] * features + feature[None, :]
@@ -270,7 +274,7 @@ class PlainProduct:
         assert isinstance(x, torch.Tensor)
         _, features, inputs = self._weight.shape
         tile, made = TILES[tiles.rows][1], x.new_empty((num_pairs, features))
-        _product_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
+        _product_kernel[grid_of(tiles, triton.cdiv(features, tile.features))](
             x, self._weight, x if self._bias is None else self._bias, made, *tiles, features, inputs,
             CHOSEN=each, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=inputs % tile.inputs == 0, HAS_BIAS=self._bias is not None,
@@ -324,7 +328,7 @@ class TritonExperts(AddingExperts):
         tiles = lay_out(choice.experts, num_experts, tile_rows(num_pairs, num_experts * self.num_holders))
         tile = TILES[tiles.rows][0]
         gates = x.new_empty((num_pairs, features))
-        _gate_up_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
+        _gate_up_kernel[grid_of(tiles, triton.cdiv(features, tile.features))](
             x, self._gate_up, x if self._bias is None else self._bias, gates, *tiles, features, hidden,
             CHOSEN=num_chosen, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=hidden % tile.inputs == 0, HAS_BIAS=self._bias is not None, GATE=self._gate, LIMIT=self._limit,

@@ -14,7 +14,7 @@ import triton.language as tl
 from trtrun.kernels.arguments import GROUP, Activations, RoundedRows, Rounding
 from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.triton.early_launch import begin, early
-from trtrun.kernels.triton.expert_tiles import ExpertTiles
+from trtrun.kernels.triton.expert_tiles import FEW_ROWS, ExpertTiles, grid_of, tile_and_part
 from trtrun.kernels.triton.matmul.fp8_matmul import Tile
 from trtrun.kernels.triton.support import shared_bytes
 
@@ -31,28 +31,30 @@ def _product_kernel(
 ):  # fmt: skip
     """The weight is the side of the matrix units that is 64 wide."""
     begin(EARLY)
-    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    tile, part = tile_and_part(ROWS)
+    expert = tl.load(experts + tile).to(tl.int64)
     if expert < 0:
         return
-    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_pair = pair != _NO_ROW
     row = tl.where(is_pair, pair // CHOSEN, 0)
-    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    feature = part * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < features
     # The last tile computes some features again instead of reading behind the expert.
     start = (expert * features + tl.where(is_feature, feature, 0)) * inputs
     groups = tl.cdiv(inputs, _GROUP)
-    of_tile = scale + (expert * tl.cdiv(features, _GROUP) + tl.program_id(1) * FEATURES // _GROUP) * groups
+    of_tile = scale + (expert * tl.cdiv(features, _GROUP) + part * FEATURES // _GROUP) * groups
+    policy: tl.constexpr = "evict_first" if ROWS <= FEW_ROWS else ""
     total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS):
         number = first + tl.arange(0, INPUTS)
         place = codes + start[:, None] + number[None, :]
         if IS_EVEN:
-            weights = tl.load(place, eviction_policy="evict_first")
+            weights = tl.load(place, eviction_policy=policy)
             values = tl.load(x + (row * x_stride)[None, :] + number[:, None], mask=is_pair[None, :], other=0.0)
         else:
             known = number < inputs
-            weights = tl.load(place, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+            weights = tl.load(place, mask=known[None, :], other=0.0, eviction_policy=policy)
             values = tl.load(
                 x + (row * x_stride)[None, :] + number[:, None], mask=is_pair[None, :] & known[:, None], other=0.0
             )
@@ -110,7 +112,7 @@ class ByteProduct:
         values, x_scale = (x.codes, x.scale) if isinstance(x, RoundedRows) else (x, self._scale)
         made = torch.empty((num_pairs, features), dtype=x.dtype, device=values.device)
         how = {None: _PLAIN, "row": _BY_ROW, "group": _BY_GROUP}[self.rounding]
-        _product_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
+        _product_kernel[grid_of(tiles, triton.cdiv(features, tile.features))](
             values, x_scale, self._codes, self._scale, made if self._bias is None else self._bias, made, *tiles,
             features, inputs, values.stride(0), x_scale.stride(-1),
             CHOSEN=each, ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs,
