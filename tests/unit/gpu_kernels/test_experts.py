@@ -243,7 +243,7 @@ def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chosen", "count"), [(1, 2, 9), (40, 3, 9), (200, 1, 9), (90, 8, 128), (1400, 4, 31)]
+    ("tokens", "chosen", "count"), [(1, 2, 9), (40, 3, 9), (200, 1, 9), (90, 8, 128), (1400, 4, 31), (70_000, 1, 9)]
 )
 def test_tiles_hold_each_pair_once_and_one_expert_each(tokens: int, chosen: int, count: int) -> None:
     from trtrun.kernels.triton.expert_tiles import lay_out

@@ -7,7 +7,7 @@ It knows what was chosen. It does not know what tiles are multiplied with.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,10 @@ FEW_PAIRS = 64
 """Pairs that have a tile each: an expert that several tokens chose is read by several programs, from the cache."""
 
 _MOST_AT_ONCE = 4096
-"""Pairs that a program looks at in a step."""
+"""Pairs that a program looks at."""
+
+_STEPS = 16
+"""Whose counts a program adds up together."""
 
 FEW_ROWS = tl.constexpr(16)
 """Rows of the smallest tiles. Several that chose an expert are multiplied with the same features of it together, and
@@ -45,42 +48,62 @@ class ExpertTiles(NamedTuple):
 
 
 @triton.jit
-def _lay_out_kernel(
-    chosen, pairs, experts, num_pairs, num_tiles, num_experts,
-    ROWS: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A program for each expert, and one behind them for the tiles that are left. All count all pairs, so that none
-    waits for another; pairs of an expert keep their order."""
+def _counts_of(expert_of, BINS: tl.constexpr):
+    """Pairs of each expert, of some pairs. The last bin is nobody's: so are pairs whose expert another rank holds."""
+    return tl.histogram(tl.where(expert_of < 0, BINS - 1, expert_of.to(tl.int32)), BINS)
+
+
+@triton.jit
+def _count_kernel(chosen, counts, num_pairs, STEP: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr):
+    """Counts [steps, BINS] of the pairs of each step."""
     begin(EARLY)
-    expert = tl.program_id(0)
+    number = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    found = _counts_of(tl.load(chosen + number, mask=number < num_pairs, other=-1), BINS)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit
+def _lay_out_kernel(
+    chosen, counts, pairs, experts, num_pairs, num_tiles, num_experts, num_steps,
+    ROWS: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert and each step of pairs, and those behind them for the tiles that are left. Each knows
+    where its pairs go from the counts, so that none waits for another; pairs of an expert keep their order. Where there
+    is one step, it counts itself. STEPS are added up together."""
+    begin(EARLY)
+    expert, step = tl.program_id(0), tl.program_id(1)
     bins = tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for first in range(0, num_pairs, STEP):
-        number = first + tl.arange(0, STEP)
-        # The last bin is nobody's: so are pairs whose expert another rank holds.
-        expert_of = tl.load(chosen + number, mask=number < num_pairs, other=-1).to(tl.int32)
-        counts += tl.histogram(tl.where(expert_of < 0, BINS - 1, expert_of), BINS)
-    tiles = (counts + ROWS - 1) // ROWS
+    number = step * STEP + tl.arange(0, STEP)
+    expert_of = tl.load(chosen + number, mask=number < num_pairs, other=-1)
+    before = tl.zeros((BINS,), tl.int32)
+    if STEPS == 1:
+        counted = _counts_of(expert_of, BINS)
+    else:
+        counted = tl.zeros((BINS,), tl.int32)
+        for first in range(0, num_steps, STEPS):
+            which = (first + tl.arange(0, STEPS))[:, None]
+            found = tl.load(counts + which * BINS + bins[None, :], mask=which < num_steps, other=0)
+            counted += tl.sum(found, axis=0)
+            before += tl.sum(tl.where(which < step, found, 0), axis=0)
+    tiles = (counted + ROWS - 1) // ROWS
     start = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
     if expert == num_experts:
-        for first in range(start, num_tiles, STEP):
-            number = first + tl.arange(0, STEP)
-            tl.store(experts + number, tl.full((STEP,), -1, tl.int64), mask=number < num_tiles)
+        for first in range(start + step * STEP, num_tiles, num_steps * STEP):
+            tile = first + tl.arange(0, STEP)
+            tl.store(experts + tile, tl.full((STEP,), -1, tl.int64), mask=tile < num_tiles)
         return
-    own = tl.sum(tl.where(bins == expert, tiles, 0), axis=0)
     first_place = pairs + start.to(tl.int64) * ROWS
-    placed = tl.zeros((), tl.int32)
-    for first in range(0, num_pairs, STEP):
-        number = first + tl.arange(0, STEP)
-        is_own = tl.load(chosen + number, mask=number < num_pairs, other=-1) == expert
-        rank = placed + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
-        tl.store(first_place + rank, number.to(tl.int64), mask=is_own)
-        placed += tl.sum(is_own.to(tl.int32), axis=0)
-    behind = placed + tl.arange(0, ROWS)
-    tl.store(first_place + behind, tl.full((ROWS,), -1, tl.int64), mask=behind < own * ROWS)
-    for first in range(0, own, ROWS):
-        number = first + tl.arange(0, ROWS)
-        tl.store(experts + start + number, tl.zeros((ROWS,), tl.int64) + expert, mask=number < own)
+    is_own = expert_of == expert
+    placed = tl.sum(tl.where(bins == expert, before, 0), axis=0)
+    rank = placed + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+    tl.store(first_place + rank, number.to(tl.int64), mask=is_own)
+    if step == 0:
+        own = tl.sum(tl.where(bins == expert, tiles, 0), axis=0)
+        behind = tl.sum(tl.where(bins == expert, counted, 0), axis=0) + tl.arange(0, ROWS)
+        tl.store(first_place + behind, tl.full((ROWS,), -1, tl.int64), mask=behind < own * ROWS)
+        for first in range(0, own, ROWS):
+            tile = first + tl.arange(0, ROWS)
+            tl.store(experts + start + tile, tl.zeros((ROWS,), tl.int64) + expert, mask=tile < own)
 
 
 @triton.jit
@@ -116,9 +139,14 @@ def lay_out(experts: torch.Tensor, num_experts: int, rows: int, few: int | None 
     pairs = torch.empty(num_tiles * rows, dtype=torch.int64, device=device)
     of_tile = torch.empty(num_tiles, dtype=torch.int64, device=device)
     step = min(_MOST_AT_ONCE, triton.next_power_of_2(num_pairs))
-    _lay_out_kernel[(num_experts + 1,)](
-        flat, pairs, of_tile, num_pairs, num_tiles, num_experts,
-        ROWS=rows, STEP=step, BINS=triton.next_power_of_2(num_experts + 1), num_warps=4 if step <= 1024 else 8,
-        **early(experts),
+    bins, num_steps = triton.next_power_of_2(num_experts + 1), triton.cdiv(num_pairs, step)
+    shape: dict[str, Any] = {"STEP": step, "BINS": bins, "num_warps": 4 if step <= 1024 else 8, **early(experts)}
+    counts = pairs
+    if num_steps > 1:
+        counts = torch.empty(num_steps * bins, dtype=torch.int32, device=device)
+        _count_kernel[(num_steps,)](flat, counts, num_pairs, **shape)
+    _lay_out_kernel[(num_experts + 1, num_steps)](
+        flat, counts, pairs, of_tile, num_pairs, num_tiles, num_experts, num_steps,
+        ROWS=rows, STEPS=1 if num_steps == 1 else _STEPS, **shape,
     )  # fmt: skip
     return ExpertTiles(pairs, of_tile)
