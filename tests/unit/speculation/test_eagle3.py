@@ -31,7 +31,7 @@ from trtrun import LLM, SamplingParams
 from trtrun.engine.heads.stored_heads import StoredHeads
 from trtrun.scheduling.planning import MOST_MISSED_ROUNDS
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.drafters import eagle as eagle_drafter
+from trtrun.speculation.drafters import running_heads
 from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.start import engine_maker
 from trtrun.start.job_spec import JobSpec
@@ -221,7 +221,7 @@ def test_sampled_rows_choose_with_the_targets_random_numbers(
     accepted = []
     for coupled in (True, False):
         if not coupled:
-            monkeypatch.setattr(eagle_drafter, "distributions_of", likeliest_of)
+            monkeypatch.setattr(running_heads, "distributions_of", likeliest_of)
         with make_llm(target, heads=folder, speculation=eagle3(), scheduler=SCHEDULER) as llm:
             llm.generate(PROMPTS[:5], sampling)
             accepted.append(llm.statistics()["num_accepted_draft_tokens"])

@@ -5,14 +5,13 @@ before, then what it drafts beside its own states, and attends each time in what
 token before: where it attends does not move on as it drafts (SinglePositionMultiTokenCandidateGenerator of
 transformers). So a round asks of it nothing but drafts, and what was rejected leaves no trace.
 
-Sampled rows choose as the target will, with its random numbers of each position (Daliri et al. 2024, arXiv:2408.07978).
-The rank that has the head's logits chooses, and the others are told. It knows heads by protocol. It does not know
-files, or how an assistant computes.
+It knows heads by protocol. It does not know files, or how an assistant computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Generic
 
 import torch
@@ -22,34 +21,21 @@ from typing_extensions import override
 from trtrun.configuration.drafting.head_methods import AssistantSection
 from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
-from trtrun.guiding.row_guides import RowGuides
-from trtrun.sampling.distributions import KeyedRanks, distributions_of
-from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.protocols import PreparedStep, ReadingHeads, Rows
-from trtrun.speculation.text_drafts import Suggestion, TextDrafts
+from trtrun.speculation.drafters.running_heads import RunningHeadDrafter
+from trtrun.speculation.protocols import PreparedStep, ReadingHeads
+from trtrun.speculation.text_drafts import Suggestion
 from trtrun.speculation.trees import last_nodes
 from trtrun.tensors import cached_range, cached_tensor, inference
 
 
-class AssistantDrafter(Drafter, Generic[PreparedStep]):
-    """Proposes a chain for each row, step by step; nothing for a row whose hidden state it has not seen. It is no
-    sample, so it has no draft_probs: the target chooses its own token at every position."""
+class AssistantDrafter(RunningHeadDrafter[ReadingHeads[PreparedStep]], Generic[PreparedStep]):
+    """Proposes a chain for each row, step by step; nothing for a row whose hidden state it has not seen."""
 
     def __init__(self, heads: ReadingHeads[PreparedStep], options: HybridOptions | None = None) -> None:
         """Draft for the rows of `heads`; or where `options` have texts looked up what these say."""
-        self._rows = rows = heads.rows
-        self._heads = heads
-        self._given = TextDrafts(rows, options=options)
-        shape = (len(rows.lengths), heads.hidden_size)
-        self._states = torch.zeros(shape, dtype=heads.dtype, device=rows.lengths.device)
+        super().__init__(heads, options)
         self._known: set[int] = set()
-        self._proposed: Draft | None = None
-
-    @property
-    @override
-    def rows(self) -> Rows:
-        return self._rows
 
     @inference
     @override
@@ -62,23 +48,6 @@ class AssistantDrafter(Drafter, Generic[PreparedStep]):
             if count == most:
                 return
             count = min(2 * count, most)
-
-    @override
-    def guide(self, guides: RowGuides) -> None:
-        self._given.guide(guides)
-
-    @override
-    def release_rows(self, plan: RoundPlan) -> None:
-        self._given.release_rows(plan)
-
-    @property
-    @override
-    def num_graphs(self) -> int:
-        return self._heads.num_graphs
-
-    @override
-    def close(self) -> None:
-        self._heads.close()
 
     @override
     def begin_round(self, plan: RoundPlan) -> None:
@@ -115,7 +84,8 @@ class AssistantDrafter(Drafter, Generic[PreparedStep]):
         rows = cached_tensor(listed, self._states.device)
         lengths = self._rows.lengths.index_select(0, rows)
         hidden, positions = self._states.index_select(0, rows), self._positions(plan, lengths, needed)
-        if given is None and (drafted := self._chain(plan, listed, rows, lengths, positions, hidden)) is not None:
+        draft = partial(self._heads.follow, rows, hidden, positions, plan.max_context)
+        if given is None and (drafted := self._chain(listed, lengths, draft)) is not None:
             return drafted
         batches = self._heads.prepare_steps(self._heads.tables(rows, plan.max_context), positions)
         token, chosen = self._heads.newest(rows), list[Tensor]()
@@ -138,30 +108,6 @@ class AssistantDrafter(Drafter, Generic[PreparedStep]):
             return positions.contiguous()
         steps = cached_range(0, plan.draft_len, lengths.device)
         return torch.where(steps < cached_tensor(needed, lengths.device).unsqueeze(1), positions, -1)
-
-    def _chain(
-        self, plan: RoundPlan, listed: list[int], rows: Tensor, lengths: Tensor, positions: Tensor, hidden: Tensor
-    ) -> Tensor | None:
-        """All tokens as one piece of work, [R, draft_len]; None where choices look at a row's tokens, or there is no
-        such."""
-        sampling = self._rows.sampling
-        if sampling.needs_history(listed):
-            return None
-        keyed = None
-        if sampling.sampled_indices(listed):
-            keyed = KeyedRanks.of(sampling, listed, lengths, Stream.TARGET)
-            if keyed is None:
-                return None
-        return self._heads.follow(rows, hidden, positions, plan.max_context, keyed)
-
-    def _choose(self, plan: RoundPlan, listed: list[int], where: Tensor, hidden: Tensor) -> Tensor:
-        """[R] int64 on all ranks: what the head puts at places `where` [R] of the rows, behind states [R, hidden]."""
-        logits = self._heads.logits(hidden)
-        if logits is None:
-            return self._heads.share(torch.empty_like(where))
-        state, raw = self._rows, logits.unsqueeze(1)
-        found = distributions_of(state.sampling, raw, listed, where, state.token_ids, None, plan.max_context)
-        return self._heads.share(found.choose(Stream.TARGET).squeeze(1))
 
     @inference
     @override

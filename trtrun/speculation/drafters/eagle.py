@@ -7,10 +7,8 @@ position late: prompts chunk by chunk, and the tokens that a row gained. Behind 
 token; for the others the head goes on with its own states. These write scratch behind what is fed, which the next round
 writes over with the target's states; of trees, blocks that no row has.
 
-Sampled rows choose as the target will, with its random numbers of each position (Daliri et al. 2024, arXiv:2408.07978).
-The rank that has the head's logits chooses, and the others are told. A row with a draft KV is fed in all rounds,
-whether tokens are drafted in them or not: what the target computed is gone afterwards. Rows that nothing is drafted for
-in any round are left alone.
+A row with a draft KV is fed in all rounds, whether tokens are drafted in them or not: what the target computed is gone
+afterwards. Rows that nothing is drafted for in any round are left alone.
 
 On a rank of its own hidden states come beside each verdict, of the tokens that rows have gained, and of chunks of
 prompts as the target reads them. So it feeds them as on the target's ranks, and drafts the same. Where those of a round
@@ -24,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Generic
 
 import torch
@@ -33,20 +32,16 @@ from typing_extensions import override
 from trtrun.configuration.drafting.draft_trees import ChoiceTree, DynamicTree
 from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
-from trtrun.guiding.row_guides import RowGuides
-from trtrun.sampling.distributions import KeyedRanks, distributions_of
-from trtrun.sampling.random import Stream
-from trtrun.speculation.drafter import Drafter
+from trtrun.speculation.drafters.running_heads import RunningHeadDrafter
 from trtrun.speculation.head_trees import HeadTrees
-from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows
-from trtrun.speculation.text_drafts import Suggestion, TextDrafts
+from trtrun.speculation.protocols import FeatureHeads, PreparedStep
+from trtrun.speculation.text_drafts import Suggestion
 from trtrun.speculation.trees import along_paths
 from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
-class EagleDrafter(Drafter, Generic[PreparedStep]):
-    """Proposes a chain for each row, step by step, or a tree, depth by depth. It is no sample, so it has no
-    draft_probs: the target chooses its own token at every position."""
+class EagleDrafter(RunningHeadDrafter[FeatureHeads[PreparedStep]], Generic[PreparedStep]):
+    """Proposes a chain for each row, step by step, or a tree, depth by depth."""
 
     def __init__(
         self,
@@ -57,19 +52,9 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
     ) -> None:
         """Draft up to `draft_len` tokens, one behind the other, for each of the rows of `heads`; trees of a shape or
         with bounds, or chains without. Or where `options` have texts looked up what these say."""
-        self._rows = rows = heads.rows
-        self._heads = heads
+        super().__init__(heads, options)
         self._draft_len = draft_len
-        self._trees = HeadTrees(rows, heads, tree) if tree is not None else None
-        self._proposed: Draft | None = None
-        self._given = TextDrafts(rows, options=options)
-        shape = (len(rows.lengths), heads.hidden_size)
-        self._states = torch.zeros(shape, dtype=heads.dtype, device=rows.lengths.device)
-
-    @property
-    @override
-    def rows(self) -> Rows:
-        return self._rows
+        self._trees = HeadTrees(heads.rows, heads, tree) if tree is not None else None
 
     @inference
     @override
@@ -96,23 +81,6 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
             if count == most:
                 return
             count = min(2 * count, most)
-
-    @override
-    def guide(self, guides: RowGuides) -> None:
-        self._given.guide(guides)
-
-    @override
-    def release_rows(self, plan: RoundPlan) -> None:
-        self._given.release_rows(plan)
-
-    @property
-    @override
-    def num_graphs(self) -> int:
-        return self._heads.num_graphs
-
-    @override
-    def close(self) -> None:
-        self._heads.close()
 
     @override
     def begin_round(self, plan: RoundPlan) -> None:
@@ -159,7 +127,8 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         positions = self._step_positions(plan, lengths, asked)
         if self._trees is not None:
             return self._trees.draft(plan, listed, asked, rows, positions, hidden, given)
-        if given is None and (drafted := self._chain(plan, listed, rows, lengths, positions, hidden)) is not None:
+        draft = partial(self._heads.draft, rows, hidden, positions, plan.max_context)
+        if given is None and (drafted := self._chain(listed, lengths, draft)) is not None:
             return drafted, None
         tables = self._heads.tables(rows, plan.max_context)
         batches = self._heads.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
@@ -184,31 +153,6 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
             needed = steps + 1 < cached_tensor(asked, lengths.device).unsqueeze(1)
             positions = torch.where(needed, positions, -1)
         return positions
-
-    def _chain(
-        self, plan: RoundPlan, listed: list[int], rows: Tensor, lengths: Tensor, positions: Tensor, hidden: Tensor
-    ) -> Tensor | None:
-        """All tokens as one piece of work, [R, draft_len]; None where choices look at a row's tokens, or there is no
-        such."""
-        sampling = self._rows.sampling
-        if sampling.needs_history(listed):
-            return None
-        keyed = None
-        if sampling.sampled_indices(listed):
-            keyed = KeyedRanks.of(sampling, listed, lengths, Stream.TARGET)
-            if keyed is None:
-                return None
-        return self._heads.draft(rows, hidden, positions, plan.max_context, keyed)
-
-    def _choose(self, plan: RoundPlan, listed: list[int], where: Tensor, hidden: Tensor) -> Tensor:
-        """[R] int64 on all ranks: what the head puts at places `where` [R] of the rows, behind states [R, hidden]."""
-        logits = self._heads.logits(hidden)
-        if logits is None:
-            return self._heads.share(torch.empty_like(where))
-        state = self._rows
-        raw = logits.unsqueeze(1)
-        found = distributions_of(state.sampling, raw, listed, where, state.token_ids, None, plan.max_context)
-        return self._heads.share(found.choose(Stream.TARGET).squeeze(1))
 
     @inference
     @override
