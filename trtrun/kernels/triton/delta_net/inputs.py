@@ -17,8 +17,9 @@ SETTLED, SAVED_AT, SNAPSHOT, PLACE = tl.constexpr(4), tl.constexpr(5), tl.conste
 LEADER, OWN_FIRST, OWN_END = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
 """Lines of `SegmentStates.numbers`."""
 
-TOKENS, CHANNELS = 8, 128
-"""That a program of `convolve_kernel` takes together, and one of `remember_kernel`."""
+TOKENS, FEW_TOKENS, CHANNELS = 8, 2, 128
+"""That a program of `convolve_kernel` takes together, where rows bring one token, and one of `remember_kernel`. Programs
+of many rows are bound by instructions, which tokens that are not there take, too."""
 
 
 @triton.jit
@@ -106,8 +107,8 @@ def convolve_kernel(
     KERNEL: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, REMEMBERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Make queries, keys and values of one head for TOKENS tokens of a row, in the order in which they go through its
-    state; and with values, what the head keeps as each comes, and how much it corrects. Where rows have no more tokens,
-    a program REMEMBERS what its channels need, as `remember_kernel` does.
+    state; and with values, what the head keeps as each comes, and how much it corrects. Where rows have few tokens, a
+    program makes all of a row, and REMEMBERS what its channels need, as `remember_kernel` does.
 
     A token's numbers lie in one warp whatever the number of tokens, so that sums have one order.
     """
@@ -118,64 +119,75 @@ def convolve_kernel(
     place, leader = tl.load(numbers + PLACE * rows + row), tl.load(numbers + LEADER * rows + row)
     # The first row of a run has what was fed before, too; what others have stands behind it.
     begins = tl.where(leader == row, kept, tl.load(numbers + OWN_FIRST * rows + row))
-    position = begins + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    lives = position < end
     number = tl.arange(0, SIZE)
     is_value = unit >= 2 * KEYS
     size = tl.where(is_value, VALUE_DIM, KEY_DIM)
     start = tl.where(is_value, 2 * KEYS * KEY_DIM + (unit - 2 * KEYS) * VALUE_DIM, unit * KEY_DIM)
     channels = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
-    inside = lives[:, None] & (number < size)[None, :]
-    mixed = tl.zeros((TOKENS, SIZE), tl.float32)
-    for tap in tl.static_range(KERNEL):
-        at = (position - (KERNEL - 1) + tap)[:, None]
-        brought = _input_at(
-            made, ring, window, at, start + number[None, :], inside, slot, kept, first, place, capacity, stride,
-            channels, KERNEL,
-        )  # fmt: skip
-        weight = tl.load(weights + tap * channels + start + number, mask=number < size, other=0.0)
-        mixed += weight[None, :] * brought
+    channel = start + number
+    part = begins + tl.program_id(0) * TOKENS
     if REMEMBERS:
-        channel = start + number
+        last = end
+    else:
+        last = part + 1
+    for from_token in range(part, last, TOKENS):
+        position = from_token + tl.arange(0, TOKENS)
+        lives = position < end
+        inside = lives[:, None] & (number < size)[None, :]
+        mixed = tl.zeros((TOKENS, SIZE), tl.float32)
+        for tap in tl.static_range(KERNEL):
+            at = (position - (KERNEL - 1) + tap)[:, None]
+            brought = _input_at(
+                made, ring, window, at, channel[None, :], inside, slot, kept, first, place, capacity, stride, channels,
+                KERNEL,
+            )  # fmt: skip
+            weight = tl.load(weights + tap * channels + channel, mask=number < size, other=0.0)
+            mixed += weight[None, :] * brought
+        # As one by one: rounded behind the convolution, and behind what it goes through.
+        mixed = mixed.to(made.dtype.element_ty).to(tl.float32)
+        mixed = (mixed / (1 + tl.exp(-mixed))).to(made.dtype.element_ty).to(tl.float32)
+        line = leader * tokens + position - kept
+        if is_value:
+            head = unit - 2 * KEYS
+            where = (line * VALUES + head)[:, None] * VALUE_DIM + number[None, :]
+            tl.store(value + where, mixed.to(value.dtype.element_ty), mask=inside)
+            is_fed = lives & (position >= first)
+            given = rates + (place + position) * rates_stride + head
+            corrects = tl.load(given, mask=is_fed, other=0.0).to(tl.float32)
+            fades = tl.load(given + VALUES, mask=is_fed, other=0.0).to(tl.float32)
+            corrects = 1 / (1 + tl.exp(-corrects))
+            keeps = tl.exp(-tl.load(fading + head) * _softplus(fades + tl.load(fading_bias + head)))
+            remembered = (slot * capacity + _turn(position, capacity)) * VALUES + head
+            is_old = lives & (position < first)
+            corrects = tl.where(is_fed, corrects, tl.load(ring_corrects + remembered, mask=is_old, other=0.0))
+            keeps = tl.where(is_fed, keeps, tl.load(ring_kept + remembered, mask=is_old, other=0.0))
+            both = factors + (line * VALUES + head) * 2
+            tl.store(both, keeps, mask=lives)
+            tl.store(both + 1, corrects, mask=lives)
+            if REMEMBERS:
+                tl.debug_barrier()  # old tokens stand in front of new ones, so that none is read behind here
+                is_kept = is_fed & (position >= end - capacity)
+                tl.store(ring_kept + remembered, keeps, mask=is_kept)
+                tl.store(ring_corrects + remembered, corrects, mask=is_kept)
+        else:
+            length = tl.sqrt(tl.sum(mixed * mixed, axis=1) + epsilon)
+            mixed = mixed / length[:, None]
+            mixed = tl.where(unit < KEYS, mixed * scale, mixed)
+            where = (line * (2 * KEYS) + unit)[:, None] * KEY_DIM + number[None, :]
+            tl.store(query_key + where, mixed, mask=inside)
+    if REMEMBERS:
         _move_windows(
             made, ring, window, window_snapshots, numbers, rows, row, channel, number < size, slot, kept, first, end,
             place, capacity, stride, channels, KERNEL, TAPS,
         )  # fmt: skip
-        is_new = lives & (position >= first) & (position >= end - capacity)
-        turn = (slot * capacity + _turn(position, capacity))[:, None] * channels
-        tl.store(ring + turn + channel[None, :], brought, mask=inside & is_new[:, None])
-    # As one by one: rounded behind the convolution, and behind what it goes through.
-    mixed = mixed.to(made.dtype.element_ty).to(tl.float32)
-    mixed = (mixed / (1 + tl.exp(-mixed))).to(made.dtype.element_ty).to(tl.float32)
-    line = leader * tokens + position - kept
-    if is_value:
-        head = unit - 2 * KEYS
-        where = (line * VALUES + head)[:, None] * VALUE_DIM + number[None, :]
-        tl.store(value + where, mixed.to(value.dtype.element_ty), mask=inside)
-        is_fed = lives & (position >= first)
-        given = rates + (place + position) * rates_stride + head
-        corrects = tl.load(given, mask=is_fed, other=0.0).to(tl.float32)
-        fades = tl.load(given + VALUES, mask=is_fed, other=0.0).to(tl.float32)
-        corrects = 1 / (1 + tl.exp(-corrects))
-        keeps = tl.exp(-tl.load(fading + head) * _softplus(fades + tl.load(fading_bias + head)))
-        remembered = (slot * capacity + _turn(position, capacity)) * VALUES + head
-        is_old = lives & (position < first)
-        corrects = tl.where(is_fed, corrects, tl.load(ring_corrects + remembered, mask=is_old, other=0.0))
-        keeps = tl.where(is_fed, keeps, tl.load(ring_kept + remembered, mask=is_old, other=0.0))
-        both = factors + (line * VALUES + head) * 2
-        tl.store(both, keeps, mask=lives)
-        tl.store(both + 1, corrects, mask=lives)
-        if REMEMBERS:
-            tl.debug_barrier()
-            is_kept = is_fed & (position >= end - capacity)
-            tl.store(ring_kept + remembered, keeps, mask=is_kept)
-            tl.store(ring_corrects + remembered, corrects, mask=is_kept)
-    else:
-        length = tl.sqrt(tl.sum(mixed * mixed, axis=1) + epsilon)
-        mixed = mixed / length[:, None]
-        mixed = tl.where(unit < KEYS, mixed * scale, mixed)
-        where = (line * (2 * KEYS) + unit)[:, None] * KEY_DIM + number[None, :]
-        tl.store(query_key + where, mixed, mask=inside)
+        for from_token in range(tl.maximum(tl.maximum(begins, first), end - capacity), end, TOKENS):
+            position = from_token + tl.arange(0, TOKENS)
+            inside = (position < end)[:, None] & (number < size)[None, :]
+            at = (place + position)[:, None] * stride + channel[None, :]
+            turn = (slot * capacity + _turn(position, capacity))[:, None] * channels
+            tl.store(
+                ring + turn + channel[None, :], tl.load(made + at, mask=inside, other=0.0).to(tl.float32), mask=inside
+            )
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "capacity"], do_not_specialize_on_alignment=["numbers"])

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from trtrun.kernels.cuda.delta_net import Tokens
 from trtrun.kernels.torch.delta_net import LEAST_SQUARES, DeltaNetWeights
-from trtrun.kernels.triton.delta_net.inputs import CHANNELS, TOKENS, convolve_kernel, remember_kernel
+from trtrun.kernels.triton.delta_net.inputs import CHANNELS, FEW_TOKENS, TOKENS, convolve_kernel, remember_kernel
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kvcache.row_states import LayerStates, SegmentStates
 
@@ -95,13 +95,15 @@ class TritonDeltaNet:
             made.new_empty((rows * tokens, weights.values, weights.value_dim)),
             made.new_empty((rows * tokens, weights.values, 2), dtype=torch.float32),
         )
-        convolve_kernel[(triton.cdiv(tokens, TOKENS), 2 * weights.keys + weights.values, rows)](
+        at_once = FEW_TOKENS if remembers and segment_states.segment.queries == 1 else TOKENS
+        parts = 1 if remembers else triton.cdiv(tokens, at_once)
+        convolve_kernel[(parts, 2 * weights.keys + weights.values, rows)](
             made, rates, *states.inputs, states.states[0], states.snapshots[0], weights.convolution, weights.fading,
             weights.fading_bias, segment_states.numbers, *brought, rows, tokens, states.inputs[0].shape[1],
             made.stride(0), rates.stride(0), weights.key_dim**-0.5, LEAST_SQUARES,
             KEYS=weights.keys, VALUES=weights.values, KEY_DIM=weights.key_dim, VALUE_DIM=weights.value_dim,
             SIZE=triton.next_power_of_2(max(weights.key_dim, weights.value_dim)), KERNEL=len(weights.convolution),
-            TAPS=self._taps, TOKENS=TOKENS, REMEMBERS=remembers, num_warps=4, **early(made),
+            TAPS=self._taps, TOKENS=at_once, REMEMBERS=remembers, num_warps=at_once // 2, **early(made),
         )  # fmt: skip
         return brought
 
