@@ -124,8 +124,9 @@ def part_of(row: int, tokens: Sequence[torch.Tensor], first: int, count: int) ->
 
 
 def check_rejections(net: DeltaNet, weights: DeltaNetWeights) -> None:
-    """Three rows of different lengths verify drafts, of which none, some or all turn out right."""
-    texts, wrong = [make_tokens(weights, 14 + row, 10 + row) for row in range(ROWS)], make_tokens(weights, REFED, 77)
+    """Three rows of different lengths verify drafts, of which none, some or all turn out right, and go on by one token
+    between."""
+    texts, wrong = [make_tokens(weights, 17 + row, 10 + row) for row in range(ROWS)], make_tokens(weights, REFED, 77)
     expected = [alone(net, weights, tokens) for tokens in texts]
     rows, at = Rows(net, weights), [5, 2, 7]
     found = [[part] for part in rows.feed(*(part_of(row, texts[row], 0, at[row]) for row in range(ROWS)))]
@@ -140,6 +141,10 @@ def check_rejections(net: DeltaNet, weights: DeltaNetWeights) -> None:
             kept = min(1 + lengths[row], len(texts[row][0]) - at[row])
             found[row].append(output[:kept])
             at[row] += kept
+        ones = [(row, *(part[at[row] : at[row] + 1] for part in texts[row])) for row in range(ROWS)]
+        for row, output in enumerate(rows.feed(*(Fed(row, at[row], made, rates) for row, made, rates in ones))):
+            found[row].append(output)
+            at[row] += len(output)
     for row in range(ROWS):
         assert torch.equal(torch.cat(found[row]), expected[row][: at[row]]), row
 

@@ -18,8 +18,8 @@ LEADER, OWN_FIRST, OWN_END = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
 """Lines of `SegmentStates.numbers`."""
 
 TOKENS, FEW_TOKENS, CHANNELS = 8, 2, 128
-"""That a program of `convolve_kernel` takes together, where rows bring one token, and one of `remember_kernel`. Programs
-of many rows are bound by instructions, which tokens that are not there take, too."""
+"""That a program of `convolve_kernel` takes together, where rows bring one token, and one of `remember_kernel`. Many
+rows are bound by instructions, which tokens that are not there take, too."""
 
 
 @triton.jit
@@ -126,10 +126,7 @@ def convolve_kernel(
     channels = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     channel = start + number
     part = begins + tl.program_id(0) * TOKENS
-    if REMEMBERS:
-        last = end
-    else:
-        last = part + 1
+    last = end if REMEMBERS else part + 1
     for from_token in range(part, last, TOKENS):
         position = from_token + tl.arange(0, TOKENS)
         lives = position < end
