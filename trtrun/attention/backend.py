@@ -37,13 +37,15 @@ class AttentionBackend(Protocol):
         tile: queries, heads of a KV head counted, that are computed at a time, where prompts are best handed in as rows
             of so many; None where each is best one row.
         reads_forks: whether it finds the tokens at the places of a batch with forks; else they are laid out for it.
+        normalises_heads: whether calls may bring a norm by head; else queries and keys come normalised.
     """
 
     tile: int | None
     reads_forks: bool
+    normalises_heads: bool
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
-        """Rotate queries and keys, store the new keys and values, where there are any, then attend.
+        """Normalise and rotate queries and keys, store the new keys and values, where there are any, then attend.
 
         Returns:
             [places, heads, head] in the queries' dtype.
@@ -89,6 +91,7 @@ class GatherAttention:
 
     tile: int | None = None
     reads_forks = False
+    normalises_heads = False
 
     def __init__(self, kv_format: KVFormat = PLAIN) -> None:
         """Read and write a store of this format."""
@@ -219,6 +222,7 @@ class HostAttention:
 
     tile: int | None = None
     reads_forks = False
+    normalises_heads = False
 
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         """Choose a backend for a model of `dtype` with heads of `head_dim` numbers."""

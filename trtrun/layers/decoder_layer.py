@@ -14,7 +14,7 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
-from trtrun.kernels.arguments import Activation, Activations, AttentionCall, RoundedRows, Rounding
+from trtrun.kernels.arguments import Activation, Activations, AttentionCall, NormByHead, RoundedRows, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.store import LayerCache
 from trtrun.linear.layer import Linear
@@ -33,6 +33,11 @@ class RMSNorm:
         self.weight = weight
         self._eps = eps
         self._operations = operations_of(weight.device.type)
+
+    @property
+    def by_head(self) -> NormByHead | None:
+        """The norm for who computes it himself; None where there is one weight for all of a token."""
+        return NormByHead(self.weight, self._eps) if self.weight.dim() > 1 else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size], or [tokens, heads, size] for one weight per head → the same shape and dtype."""
@@ -68,7 +73,14 @@ class Mixer(Protocol):
 
 
 class HeadNorm(Protocol):
-    """What normalises queries and keys before they are rotated."""
+    """What normalises queries and keys before they are rotated.
+
+    Attributes:
+        by_head: the same, where each head is normalised by itself; None where it is not, or by other means.
+    """
+
+    @property
+    def by_head(self) -> NormByHead | None: ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, heads + kv_heads, head_dim], this rank's queries, then its keys if any → the same shape and dtype.
@@ -128,8 +140,10 @@ class Attention:
         query_key, value = fused[:, : self.rotated_heads], fused[:, first_value:gates]
         if self.value_norm is not None:
             value = self.value_norm(value)
+        norm = None
         if self.head_norm is not None:
-            query_key = self.head_norm(query_key)
+            norm = self.head_norm.by_head if self.backend.normalises_heads else None
+            query_key = query_key if norm is not None else self.head_norm(query_key)
         call = AttentionCall(
             query_key,
             value,
@@ -141,12 +155,12 @@ class Attention:
             self.kv_scales,
             self.soft_cap,
             self.sinks,
+            norm,
         )
-        attended = attend(self.backend, call).flatten(1)
-        if not self.gated_heads:
-            return attended
-        both = torch.cat((fused[:, gates:].flatten(1), attended), dim=1)
-        return operations_of(both.device.type).activate_and_multiply(both, "sigmoid")
+        attended = attend(self.backend, call)
+        if self.gated_heads:
+            attended = operations_of(attended.device.type).gate_heads(fused[:, gates:], attended)
+        return attended.flatten(1)
 
 
 class RowParallelLinear:

@@ -27,6 +27,8 @@ class WholeNorm:
         rounds_before_weighing: whether it rounds before it multiplies by the weight, too.
     """
 
+    by_head = None
+
     def __init__(
         self,
         queries: torch.Tensor,

@@ -42,6 +42,7 @@ class NativeAttention:
 
     tile: int | None = None
     reads_forks = False
+    normalises_heads = False
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         """Compile the kernel for heads of `head_dim` numbers of `dtype`, bfloat16 or float32."""

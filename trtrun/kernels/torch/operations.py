@@ -138,6 +138,12 @@ class TorchOperations:
         """Compute `activate_and_multiply`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
+    def gate_heads(self, gates: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What heads attended [tokens, heads, size] times the sigmoids of their `gates`, of the same shape, where a
+        token's lie one behind the other; sigmoids and products are rounded. It may be in place."""
+        both = torch.cat((gates.flatten(1), attended.flatten(1)), dim=1)
+        return self.activate_and_multiply(both, "sigmoid").view(attended.shape)
+
     def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """xIELU (arXiv:2411.13010) of x [rows, size]: p * x² + b * x where x is positive, else
         n * (exp(min(x, e)) - 1 - x) + b * x, in float32 and rounded once. `numbers` is float32 [4]: p, n, b and e."""

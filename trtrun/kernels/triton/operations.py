@@ -83,6 +83,10 @@ class TritonOperations(TorchOperations):
         return fused_kernels.activate_and_multiply_rounded(fused, rounding, activation)
 
     @override
+    def gate_heads(self, gates: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return row_functions.gate_heads(gates, attended)
+
+    @override
     def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         return row_functions.xielu(x, numbers)
 

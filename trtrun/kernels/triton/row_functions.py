@@ -1,4 +1,5 @@
-"""Sums of squares, xIELU and gated sums of rows, each in one Triton kernel for CUDA: what few families compute."""
+"""Sums of squares, xIELU, norms and gates of heads, and gated sums of rows, each in one Triton kernel for CUDA: what
+few families compute."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton.early_launch import begin, early
-from trtrun.kernels.triton.fused import warps_for
+from trtrun.kernels.triton.fused import GATES, gated, warps_for
 
 _FEATURES = 1024
-"""Features that one program of `xielu` or `add_gated` computes."""
+"""Features that one program of `xielu`, `gate_heads` or `add_gated` computes."""
+_SIGMOID = tl.constexpr(GATES["sigmoid"])
 
 
 @triton.jit
@@ -66,6 +68,36 @@ def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return output
 
 
+@triton.constexpr_function
+def _halvings(size):
+    """How often a power of two is halved until it is 1."""
+    return size.bit_length() - 1
+
+
+@triton.jit
+def factor_of_heads(value, epsilon, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """What RMSNorm multiplies each head of `value` by, [rows, PADDED] float32 with zeros behind SIZE: [rows, 1].
+
+    Neighbours are added, then neighbouring sums, until there is one: an order that no layout changes, so that kernels
+    with other shapes and other numbers of threads have the same bits. Triton's own sum over a row goes by the layout.
+    """
+    # Rounded by itself: a compiler would make one of a product and the sum behind it, where one thread has both.
+    total = tl.fma(value, value, tl.zeros_like(value))
+    for _ in tl.static_range(_halvings(PADDED)):
+        total = tl.sum(tl.reshape(total, (total.shape[0], total.shape[1] // 2, 2)), axis=2)
+    return tl.rsqrt(total / SIZE + epsilon)
+
+
+@triton.jit
+def weigh_heads(value, factor, weight, ROUNDS_FIRST: tl.constexpr, kind: tl.constexpr):
+    """value [rows, PADDED] times its `factor` [rows, 1] and its `weight`, all in float32, rounded to the dtype `kind`;
+    in front of the weight, too, if it is to round first."""
+    normal = value * factor
+    if ROUNDS_FIRST:
+        normal = normal.to(kind).to(tl.float32)
+    return (normal * weight).to(kind)
+
+
 @triton.jit
 def _normalise_heads_kernel(
     x, weight, output, epsilon, x_stride, HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
@@ -78,12 +110,11 @@ def _normalise_heads_kernel(
     inside = (head < HEADS)[:, None] & (element < SIZE)[None, :]
     place = head[:, None] * SIZE + element[None, :]
     value = tl.load(x + token * x_stride + place, mask=inside, other=0.0).to(tl.float32)
-    kind = output.dtype.element_ty
-    normal = value * tl.rsqrt(tl.sum(value * value, axis=1) / SIZE + epsilon)[:, None]
-    if weight.dtype.element_ty == kind:
-        normal = normal.to(kind).to(tl.float32)
-    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + token * HEADS * SIZE + place, (normal * factor).to(kind), mask=inside)
+    of_weight = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    kind: tl.constexpr = output.dtype.element_ty
+    factor = factor_of_heads(value, epsilon, SIZE, PADDED)
+    made = weigh_heads(value, factor, of_weight, weight.dtype.element_ty == kind, kind)
+    tl.store(output + token * HEADS * SIZE + place, made, mask=inside)
 
 
 _HEADS_AT_ONCE = 8
@@ -109,6 +140,30 @@ def normalise_heads(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> to
             PADDED=triton.next_power_of_2(size), num_warps=4, **early(x),
         )  # fmt: skip
     return output
+
+
+@triton.jit
+def _gate_heads_kernel(gates, attended, gate_stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < size
+    gate = tl.load(gates + row * gate_stride + element, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(attended + row * size + element, mask=inside, other=0.0).to(tl.float32)
+    made = gated(gate, value, attended.dtype.element_ty, _SIGMOID, 0.0)
+    tl.store(attended + row * size + element, made, mask=inside)
+
+
+def gate_heads(gates: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """attended [tokens, heads, size] times the sigmoids of `gates`, of the same shape, in place where that is dense; a
+    token's gates lie one behind the other."""
+    attended = attended.contiguous()  # what is gathered comes head by head
+    tokens, size = attended.shape[0], attended[:1].numel()
+    if tokens:
+        _gate_heads_kernel[(tokens, triton.cdiv(size, _FEATURES))](
+            gates, attended, gates.stride(0), size, BLOCK=_FEATURES, num_warps=4, **early(attended)
+        )
+    return attended
 
 
 @triton.jit

@@ -54,6 +54,7 @@ class PagedAttention:
 
     tile: int | None = LARGEST_TILE
     reads_forks = True
+    normalises_heads = True
 
     def __init__(self, kv_format: KVFormat = PLAIN_KV) -> None:
         """Read and write a store of this format, one that kernels of GPUs know."""

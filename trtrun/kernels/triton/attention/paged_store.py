@@ -1,8 +1,9 @@
 """Writing to the paged KV store and copying within it, as Triton kernels for CUDA.
 
-New keys are rotated before they are written; rotation rounds where the torch operations of
-`trtrun.kernels.cpu.operations` round. Copies of blocks and tokens take all layers in one kernel. A store may have more
-numbers than 32 bits count: torch's indexing then runs once for every part that has fewer, sixty kernels where one does.
+New keys are normalised, where the layer does that, and rotated before they are written. The norm has the bits of
+`normalise_heads`; rotation rounds where the torch operations of `trtrun.kernels.cpu.operations` round. Copies of blocks
+and tokens take all layers in one kernel. A store may have more numbers than 32 bits count: torch's indexing then runs
+once for every part that has fewer, sixty kernels where one does.
 """
 
 from __future__ import annotations
@@ -13,23 +14,48 @@ import triton.language as tl
 
 from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.triton.attention.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, KeptNumbers, as_scales, to_codes
-from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
+from trtrun.kernels.triton.row_functions import factor_of_heads, weigh_heads
 from trtrun.kvcache.segments import AttentionSegment
 
 
 @triton.jit
-def _rotated(start, cosine, sine, place, known, HEAD: tl.constexpr, PADDED: tl.constexpr):
-    """The heads that begin at `start` [TOKENS, 1], rotated by the angles of their places: [TOKENS, PADDED]."""
+def _load_heads(
+    start, weight, cosine, sine, place, known, HEAD: tl.constexpr, PADDED: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """The heads that begin at `start` [TOKENS, 1], the other halves beside them, the numbers of the norm's weight for
+    both, and the angles of their places: [TOKENS, PADDED] float32 each, asked for before any of it is waited for."""
     element = tl.arange(0, PADDED)[None, :]
+    other_half = (element + HEAD // 2) % HEAD
     mask = known & (element < HEAD)
-    kind = start.dtype.element_ty
     own = tl.load(start + element, mask=mask, other=0.0).to(tl.float32)
-    partner = tl.load(start + (element + HEAD // 2) % HEAD, mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(start + other_half, mask=mask, other=0.0).to(tl.float32)
+    own_weight, partner_weight = own, partner
+    if HAS_NORM:
+        # For each token, as a load of other shape would be laid out by itself, and moved through shared memory.
+        at, other_at = tl.broadcast_to(element, own.shape), tl.broadcast_to(other_half, own.shape)
+        own_weight = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+        partner_weight = tl.load(weight + other_at, mask=mask, other=0.0).to(tl.float32)
+    cosines = tl.load(cosine + place * HEAD + element, mask=mask, other=0.0).to(tl.float32)
+    sines = tl.load(sine + place * HEAD + element, mask=mask, other=0.0).to(tl.float32)
+    return own, partner, own_weight, partner_weight, cosines, sines
+
+
+@triton.jit
+def _rotated(
+    loaded, epsilon, HEAD: tl.constexpr, PADDED: tl.constexpr, HAS_NORM: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
+    kind: tl.constexpr,
+):  # fmt: skip
+    """What `_load_heads` has loaded, normalised if at all, then rotated: [TOKENS, PADDED] of the dtype `kind`."""
+    own, partner, own_weight, partner_weight, cosines, sines = loaded
+    if HAS_NORM:
+        factor = factor_of_heads(own, epsilon, HEAD, PADDED)
+        own = weigh_heads(own, factor, own_weight, ROUNDS_FIRST, kind).to(tl.float32)
+        partner = weigh_heads(partner, factor, partner_weight, ROUNDS_FIRST, kind).to(tl.float32)
     # Each product is rounded by itself: a compiler would make one of a product and the sum behind it.
-    nothing = tl.zeros_like(own)
-    straight = tl.fma(own, tl.load(cosine + place * HEAD + element, mask=mask, other=0.0).to(tl.float32), nothing)
-    crossed = tl.fma(partner, tl.load(sine + place * HEAD + element, mask=mask, other=0.0).to(tl.float32), nothing)
-    return (straight.to(kind).to(tl.float32) + crossed.to(kind).to(tl.float32)).to(kind)
+    straight = tl.fma(own, cosines, tl.zeros_like(own)).to(kind).to(tl.float32)
+    crossed = tl.fma(partner, sines, tl.zeros_like(own)).to(kind).to(tl.float32)
+    return (straight + crossed).to(kind)
 
 
 @triton.jit
@@ -76,14 +102,19 @@ def _put(
 )
 def _rotate_and_write_kernel(
     query_key, value, cosine, sine, positions, tables, nodes, store, scales, value_offset, layer_scales, rotated,
-    query_token, query_head, value_token, value_head, position_row, position_query, table_row,
+    weight, epsilon, query_token, query_head, value_token, value_head, position_row, position_query, table_row,
     places, queries, heads, kv_heads,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, HAS_NODES: tl.constexpr,
-    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, NORM_LINES: tl.constexpr, CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head of the tokens at TOKENS places: those of queries, of keys, and of values, in this order."""
-    begin(EARLY)
+    """One head of the tokens at TOKENS places: those of queries, of keys, and of values, in this order. Queries and
+    keys are normalised by `weight`, where there is a norm."""
     head = tl.program_id(1)
+    if HAS_NORM:
+        weight += tl.minimum(head, heads + kv_heads - 1) * HEAD  # values have none
+        fetch(weight, tl.zeros([1], tl.int64), HEAD, NORM_LINES, EARLY)
+    begin(EARLY)
     place = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     known = place < places
     token = place
@@ -91,35 +122,40 @@ def _rotate_and_write_kernel(
         token = tl.load(nodes + place, mask=known, other=0)
     element = tl.arange(0, PADDED)[None, :]
     mask = known & (element < HEAD)
-    if head < heads:
+    kind: tl.constexpr = query_key.dtype.element_ty
+    rounds_first: tl.constexpr = weight.dtype.element_ty == kind
+    kv_head = (head - heads) % kv_heads
+    if head < heads + kv_heads:
         start = query_key + token * query_token + head * query_head
-        made = _rotated(start, cosine, sine, place, known, HEAD, PADDED)
-        tl.store(rotated + (place * heads + head) * HEAD + element, made, mask=mask)
-    else:
-        kv_head = (head - heads) % kv_heads
-        tile, within = find_slot(
-            positions, tables, place, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
-            BLOCK_SIZE,
-        )  # fmt: skip
-        if head < heads + kv_heads:
-            start = query_key + token * query_token + head * query_head
-            made = _rotated(start, cosine, sine, place, known, HEAD, PADDED)
+        loaded = _load_heads(start, weight, cosine, sine, place, known, HEAD, PADDED, HAS_NORM)
+        if head < heads:
+            made = _rotated(loaded, epsilon, HEAD, PADDED, HAS_NORM, rounds_first, kind)
+            tl.store(rotated + (place * heads + head) * HEAD + element, made, mask=mask)
+        else:
+            tile, within = find_slot(
+                positions, tables, place, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
+                BLOCK_SIZE,
+            )  # fmt: skip
+            made = _rotated(loaded, epsilon, HEAD, PADDED, HAS_NORM, rounds_first, kind)
             _put(
                 made, store, scales, known, tile, within, element, mask, layer_scales + kv_head,
                 BLOCK_SIZE, HEAD, CODES, HAS_LAYER_SCALES,
             )  # fmt: skip
-        else:
-            start = value + token * value_token + kv_head * value_head
-            made = tl.load(start + element, mask=mask)
-            _put(
-                made, store + value_offset, scales + value_offset // SCALE_BYTES, known, tile, within, element, mask,
-                layer_scales + kv_heads + kv_head, BLOCK_SIZE, HEAD, CODES, HAS_LAYER_SCALES,
-            )  # fmt: skip
+    else:
+        made = tl.load(value + token * value_token + kv_head * value_head + element, mask=mask)
+        tile, within = find_slot(
+            positions, tables, place, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
+            BLOCK_SIZE,
+        )  # fmt: skip
+        _put(
+            made, store + value_offset, scales + value_offset // SCALE_BYTES, known, tile, within, element, mask,
+            layer_scales + kv_heads + kv_head, BLOCK_SIZE, HEAD, CODES, HAS_LAYER_SCALES,
+        )  # fmt: skip
 
 
 def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: torch.Tensor, kept: KeptNumbers) -> None:
-    """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values, where
-    there are any.
+    """Normalise and rotate queries and keys of the tokens at a segment's places; the keys go to the store with the
+    values, where there are any.
 
     Args:
         call: what attention takes; queries, keys and values are of its batch's tokens.
@@ -139,16 +175,17 @@ def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: to
     kv_heads, block_size = store_layer.shape[2:4]
     count, heads, head_dim = rotated.shape
     written = 2 * kv_heads if call.writes else 0
-    at_once = _tokens_at_once(count * (heads + written))
+    at_once, norm = _tokens_at_once(count * (heads + written)), call.head_norm
     _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + written)](
         query_key, value if call.writes else query_key, cosine, sine, segment.positions, segment.block_tables,
         segment.positions if nodes is None else nodes, store_layer, kept.token_scales, store_layer.stride(0),
-        kept.layer_scales, rotated,
+        kept.layer_scales, rotated, *(norm or (query_key, 0.0)),
         query_key.stride(0), query_key.stride(1), value.stride(0), value.stride(1),
         segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
         count, segment.queries, heads, kv_heads,
         BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), TOKENS=at_once,
-        HAS_NODES=nodes is not None, CODES=kept.codes, HAS_LAYER_SCALES=kept.has_layer_scales,
+        HAS_NODES=nodes is not None, HAS_NORM=norm is not None, NORM_LINES=0 if norm is None else lines_of(norm[0], 1),
+        CODES=kept.codes, HAS_LAYER_SCALES=kept.has_layer_scales,
         num_warps=max(1, at_once // 4), **early(query_key),
     )  # fmt: skip
 
