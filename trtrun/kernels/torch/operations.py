@@ -30,6 +30,7 @@ from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
 from trtrun.kvcache.formats import PLAIN, KVFormat
+from trtrun.kvcache.state_numbers import StateOperations, TorchStates
 from trtrun.tensors import cached_range, cached_tensor
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -69,9 +70,11 @@ class TorchOperations:
 
     Attributes:
         cuts_lines: whether tokens are chosen by the kernels of triton/sampling.
+        states: what is done with states of rows.
     """
 
     cuts_lines = False
+    states: StateOperations = TorchStates()
 
     lay_out_trees = staticmethod(draft_trees.lay_out)
     accept_paths = staticmethod(draft_trees.accept_paths)

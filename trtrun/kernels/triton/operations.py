@@ -28,6 +28,7 @@ from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
 from trtrun.kernels.triton.matmul.heads import multiply_heads
 from trtrun.kernels.triton.matmul.int_matmul import TritonInt4Matmul, TritonInt8Matmul
 from trtrun.kernels.triton.matmul.low_rank import TritonLowRank
+from trtrun.kernels.triton.row_states import TritonStates
 from trtrun.kernels.triton.sampling import acceptance, penalties, token_choice
 from trtrun.kvcache.formats import PLAIN, KVFormat
 
@@ -36,6 +37,7 @@ class TritonOperations(TorchOperations):
     """`TorchOperations` with what Triton does faster."""
 
     cuts_lines = True
+    states = TritonStates()
 
     lay_out_trees = staticmethod(row_tokens.lay_out)
     accept_paths = staticmethod(row_tokens.accept_paths)
