@@ -214,3 +214,14 @@ class TritonOperations(TorchOperations):
         if not draft_tokens.shape[1]:
             return super().accept_by_token(target_tokens, draft_tokens, draft_lens)
         return acceptance.accept_by_token(target_tokens, draft_tokens, draft_lens)
+
+    @override
+    def pack_verdict(
+        self,
+        num_tokens: torch.Tensor,
+        draft_lens: torch.Tensor,
+        tokens: torch.Tensor,
+        chosen_logits: torch.Tensor,
+        found: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return acceptance.pack_verdict(num_tokens, draft_lens, tokens, chosen_logits, found)
