@@ -49,6 +49,14 @@ def device_integers(values: Sequence[int] | Sequence[Sequence[int]], device: tor
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
+def to_host(source: Tensor) -> Tensor:
+    """`source` itself on the CPU; else pinned memory that has its contents once the device has done what it was given,
+    for which nothing waits here."""
+    if source.is_cpu:
+        return source
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+
+
 def cached_tensor(values: Sequence[int], device: torch.device) -> Tensor:
     """`device_integers` of what comes round after round, such as rows and lengths. Nobody may change the tensor.
 

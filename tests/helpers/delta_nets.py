@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
@@ -59,7 +58,8 @@ class Rows:
         spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)), num_narrow=1)
         space = StateSpace(ROWS, refed, True, num_snapshots=3, dtype=dtype)
         self.states = RowStates({0: spec}, space, 1 + ROWS, device)
-        self.states.announce(np.array([[row, 0, 1 + row] for row in range(ROWS)]))
+        of_rows = torch.arange(ROWS, device=device)
+        self.states.announce(of_rows, 1 + of_rows)
         self.states.begin([(row, 0, 0) for row in range(ROWS)])
 
     def feed(self, *rows: Fed) -> list[torch.Tensor]:

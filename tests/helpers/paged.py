@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from parallel.transports.solo import SoloCommunicator
@@ -187,7 +186,7 @@ class PagedModel:
             table.append(self._free.pop())
             for store in self.stores:
                 if store.states is not None:
-                    store.states.announce(np.array([[row, len(table) - 1, table[-1]]]))
+                    store.states.announce(*torch.tensor([[row], table[-1:]], device=store.device))
         return table
 
 

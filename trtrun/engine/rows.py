@@ -28,6 +28,7 @@ class RowState:
         lengths: [max_rows] int64: tokens of the row, the newest one included (its keys are not in the store yet).
         block_tables: [max_rows, max_blocks] int64; 0 where no block is assigned.
         sampling: the rows' sampling parameters.
+        new_blocks: the rows that the newest plan gives blocks, and which, [n] int64 each; None where it gives none.
         max_draft_len: most tokens drafted in a round.
         num_guesses: rows at the end that are for guesses.
     """
@@ -55,6 +56,7 @@ class RowState:
         self.token_ids = torch.zeros((max_rows, columns), dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
+        self.new_blocks: tuple[torch.Tensor, torch.Tensor] | None = None
         self.sampling = RowSampling(max_rows, vocab_size, device, ends_thoughts=ends_thoughts)
 
     def beside(self, vocab_size: int) -> RowState:
@@ -78,11 +80,13 @@ class RowState:
         if plan.admissions:
             self._admit(plan.admissions)
         self.sampling.begin_round(plan.timed_rows)
+        self.new_blocks = None
         if len(plan.block_updates):
             row, index, block = plan.block_updates.astype(np.int64).T
-            places = np.stack((row * self.block_tables.shape[1] + index, block))
-            where, blocks = torch.from_numpy(places).to(self.device, non_blocking=True).unbind()
+            places = np.stack((row * self.block_tables.shape[1] + index, row, block))
+            where, rows, blocks = torch.from_numpy(places).to(self.device, non_blocking=True).unbind()
             self.block_tables.view(-1).index_copy_(0, where, blocks)
+            self.new_blocks = rows, blocks
 
     def _admit(self, admissions: Sequence[RowAdmission]) -> None:
         """Give rows their tokens and parameters, all together: each copy and each launch takes microseconds in which a

@@ -135,7 +135,8 @@ class Engine:
         self.rows.apply(plan)
         self._store.announce(plan.window_places)
         if self._store.states is not None:
-            self._store.states.announce(plan.block_updates)
+            if self.rows.new_blocks is not None:
+                self._store.states.announce(*self.rows.new_blocks)
             snapshots = dict(plan.snapshot_starts)
             self._store.states.begin(
                 [(one.row, one.num_cached_tokens, snapshots.get(one.row, 0)) for one in plan.admissions]

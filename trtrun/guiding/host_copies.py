@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trtrun.core.nouns import Draft
+from trtrun.tensors import to_host
 
 
 class HostCopies:
@@ -15,7 +16,7 @@ class HostCopies:
 
     def __init__(self, *sources: torch.Tensor) -> None:
         """Begin to copy; nothing waits for it here."""
-        self._copies = [source if source.is_cpu else _to_pinned(source) for source in sources]
+        self._copies = [to_host(source) for source in sources]
         self._event: Any = None
         if any(source.is_cuda for source in sources):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -29,10 +30,6 @@ class HostCopies:
                 self._event.synchronize()
             self._lists = [copy.tolist() for copy in self._copies]
         return self._lists
-
-
-def _to_pinned(source: torch.Tensor) -> torch.Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
 
 class HostDraft:

@@ -19,12 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.specs import RecurrentState, StateDtype
+from trtrun.kvcache.state_numbers import StateOperations, StateTables, TorchStates
 from trtrun.tensors import device_integers
 
 _NEVER = -1
@@ -102,6 +101,7 @@ class SegmentStates:
         return cls(segment, numbers, *numbers.unbind())
 
 
+@dataclass(frozen=True)
 class LayerStates:
     """The states of one layer.
 
@@ -112,116 +112,107 @@ class LayerStates:
         snapshots: of each part of a state [snapshots, *shape], likewise; the first is nobody's.
     """
 
-    def __init__(self, spec: RecurrentState, space: StateSpace, device: torch.device) -> None:
-        rows = space.max_rows + 1
-        dtypes = [getattr(torch, name) for name in spec.part_dtypes(space.dtype)]
-        parts = list(zip(spec.parts, dtypes, strict=True))
-        self.states = [torch.zeros((rows, *shape), dtype=dtype, device=device) for shape, dtype in parts]
-        self.inputs = [torch.zeros((rows, space.most_refed, *shape), device=device) for shape in spec.inputs]
-        saved = space.num_snapshots
-        self.snapshots = [torch.zeros((saved, *shape), dtype=dtype, device=device) for shape, dtype in parts]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in (*self.states, *self.inputs, *self.snapshots))
+    states: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    snapshots: Sequence[torch.Tensor]
 
 
 class RowStates:
-    """The states of all rows in all layers that have any.
+    """The states of all rows in all layers that have any. Those of layers that are alike lie in one tensor, snapshots
+    behind rows, so that a row of all of them is copied at once.
 
     Attributes:
         layers: by index of the model's layer.
     """
 
     def __init__(
-        self, specs: dict[int, RecurrentState], space: StateSpace, num_blocks: int, device: torch.device
+        self,
+        specs: dict[int, RecurrentState],
+        space: StateSpace,
+        num_blocks: int,
+        device: torch.device,
+        operations: StateOperations | None = None,
     ) -> None:
         """Make states of zeros, of rows that are written to `num_blocks` blocks."""
-        self._space = space
-        self._nobody = space.max_rows
-        self.layers = {index: LayerStates(spec, space, device) for index, spec in specs.items()}
-        self._kept = torch.zeros(space.max_rows + 1, dtype=torch.int64, device=device)
-        self._saved_at = torch.full_like(self._kept, _NEVER)
-        self._snapshots = torch.zeros_like(self._kept)
+        self._operations = operations or TorchStates()
+        self._first_snapshot = space.max_rows + 1
+        self._states: list[torch.Tensor] = []
+        self._inputs: list[torch.Tensor] = []
+        self.layers: dict[int, LayerStates] = {}
+        for spec in dict.fromkeys(specs.values()):
+            self._make(spec, [index for index, one in specs.items() if one == spec], space, device)
+        kept = torch.zeros(space.max_rows + 1, dtype=torch.int64, device=device)
+        blocks = torch.full((num_blocks,), space.max_rows, dtype=torch.int64, device=device)
+        saved_at, snapshots = torch.full_like(kept, _NEVER), torch.zeros_like(kept)
+        self._tables = StateTables(
+            blocks, kept, saved_at, snapshots, space.most_refed, begins_at_newest=space.begins_at_newest
+        )
         self._saves = False
-        self._row_of_block = torch.full((num_blocks,), self._nobody, dtype=torch.int64, device=device)
         first = space.max_rows - len(space.guess_blocks)
-        for number, blocks in enumerate(space.guess_blocks):
-            self._row_of_block[list(blocks)] = first + number
+        for number, of_guess in enumerate(space.guess_blocks):
+            blocks[list(of_guess)] = first + number
+
+    def _make(self, spec: RecurrentState, members: Sequence[int], space: StateSpace, device: torch.device) -> None:
+        """Make the states of layers that are alike."""
+        rows, count = self._first_snapshot, len(members)
+        dtypes = [getattr(torch, name) for name in spec.part_dtypes(space.dtype)]
+        slots = rows + space.num_snapshots
+        states = [
+            torch.zeros((count, slots, *shape), dtype=dtype, device=device)
+            for shape, dtype in zip(spec.parts, dtypes, strict=True)
+        ]
+        inputs = [torch.zeros((count, rows, space.most_refed, *shape), device=device) for shape in spec.inputs]
+        for place, index in enumerate(members):
+            parts = [part[place] for part in states]
+            self.layers[index] = LayerStates(
+                [part[:rows] for part in parts], [part[place] for part in inputs], [part[rows:] for part in parts]
+            )
+        self._states += states
+        self._inputs += inputs
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all states, and of what tokens bring."""
-        return sum(layer.num_bytes for layer in self.layers.values())
+        return sum(part.numel() * part.element_size() for part in (*self._states, *self._inputs))
 
-    def announce(self, updates: np.ndarray) -> None:
-        """Take in blocks that rows get: [n, 3] whole numbers, row, index in its table, and block."""
-        if len(updates):
-            row, _, block = torch.from_numpy(updates.astype(np.int64).T.copy()).to(self._kept.device).unbind()
-            self._row_of_block.index_copy_(0, block, row)
+    def announce(self, rows: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Take in blocks that rows get to write to, [n] int64 each."""
+        self._tables.row_of_block.index_copy_(0, blocks, rows)
 
     def begin(self, starts: Sequence[tuple[int, int, int]]) -> None:
         """Have rows begin anew: of each its number, how many tokens its state has seen, and the snapshot that it is;
         the null snapshot has seen nothing, and is zeros."""
         if not starts:
             return
-        rows, kept, snapshots = device_integers(list(zip(*starts, strict=True)), self._kept.device).unbind()
-        self._kept.index_copy_(0, rows, kept)
-        for layer in self.layers.values():
-            for state, snapshot in zip(layer.states, layer.snapshots, strict=True):
-                state.index_copy_(0, rows, snapshot.index_select(0, snapshots))
+        rows, kept, snapshots = zip(*starts, strict=True)
+        places = [self._first_snapshot + snapshot for snapshot in snapshots]
+        target, seen, source = device_integers([rows, kept, places], self._tables.kept.device).unbind()
+        self._tables.kept.index_copy_(0, target, seen)
+        for part in self._states:
+            self._operations.copy_states(part, source, target)
 
     def save(self, saves: Sequence[tuple[int, int, int]]) -> None:
         """Take snapshots in the round that begins, and no others: of each the row, behind how many tokens, and which
         one it is."""
+        tables = self._tables
         if self._saves:
-            self._saved_at.fill_(_NEVER)
-            self._snapshots.zero_()
+            tables.saved_at.fill_(_NEVER)
+            tables.snapshots.zero_()
         self._saves = bool(saves)
         if saves:
-            rows, places, snapshots = device_integers(list(zip(*saves, strict=True)), self._kept.device).unbind()
-            self._saved_at.index_copy_(0, rows, places)
-            self._snapshots.index_copy_(0, rows, snapshots)
+            rows, places, snapshots = device_integers(list(zip(*saves, strict=True)), tables.kept.device).unbind()
+            tables.saved_at.index_copy_(0, rows, places)
+            tables.snapshots.index_copy_(0, rows, snapshots)
 
     def share(self, rows: Sequence[int], own: Sequence[int]) -> None:
         """Have each of the rows `own`, none of which is among the others, go on from where the row beside it in `rows`
         stands."""
-        source, target = device_integers([list(rows), list(own)], self._kept.device)
-        for part in (self._kept, *(part for layer in self.layers.values() for part in (*layer.states, *layer.inputs))):
-            part.index_copy_(0, target, part.index_select(0, source))
+        source, target = device_integers([list(rows), list(own)], self._tables.kept.device)
+        self._tables.kept.index_copy_(0, target, self._tables.kept.index_select(0, source))
+        for part in (*self._states, *self._inputs):
+            self._operations.copy_states(part, source, target)
 
     def of_batch(self, batch: AttentionBatch) -> Sequence[SegmentStates]:
         """Find the states of a forward's rows, and move up what is sure."""
-        return [self._of_segment(segment, batch.block_size) for segment in batch.segments]
-
-    def _of_segment(self, segment: AttentionSegment, block_size: int) -> SegmentStates:
-        positions = segment.positions
-        own_end = positions.amax(dim=1) + 1
-        own_first = torch.where(positions < 0, own_end.unsqueeze(1), positions).amin(dim=1)
-        block = segment.block_tables.gather(1, (own_first // block_size).unsqueeze(1)).squeeze(1)
-        slots = self._row_of_block.index_select(0, torch.where(own_end == 0, NULL_BLOCK, block))
-        leaders = self._leaders(slots, own_first, own_end)
-        first, end = own_first.index_select(0, leaders), torch.zeros_like(own_end)
-        end = end.scatter_reduce_(0, leaders, own_end, "amax").index_select(0, leaders)
-        # What no row writes, rounds that warm up, begins as far behind as a row's state may be.
-        behind = (first - self._space.most_refed).clamp(min=0)
-        kept = torch.where(slots == self._nobody, behind, self._kept.index_select(0, slots))
-        settled = torch.maximum(kept, end - self._space.most_refed)
-        if self._space.begins_at_newest:
-            settled = torch.maximum(settled, first)
-        self._kept.index_copy_(0, slots, settled)
-        saved_at, snapshots = (part.index_select(0, slots) for part in (self._saved_at, self._snapshots))
-        # Padding stands in front of a row's tokens or behind them.
-        before = (positions == own_first.unsqueeze(1)).to(torch.int64).argmax(dim=1)
-        starts = torch.arange(segment.start, segment.stop, segment.queries, device=first.device)
-        places = (starts + before - own_first).index_select(0, leaders)
-        of_run = slots, kept, first, end, settled, saved_at, snapshots, places, leaders
-        return SegmentStates.of_numbers(segment, torch.stack((*of_run, own_first, own_end)))
-
-    def _leaders(self, slots: torch.Tensor, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """[R] int64: of each row the first one of its run."""
-        rows = torch.arange(len(slots), device=slots.device)
-        if len(slots) == 1:
-            return rows
-        goes_on = (slots[1:] == slots[:-1]) & (first[1:] == end[:-1]) & (slots[1:] != self._nobody)
-        return torch.cat((rows[:1], torch.where(goes_on, 0, rows[1:]))).cummax(dim=0).values
+        size, tables, find = batch.block_size, self._tables, self._operations.find_states
+        return [SegmentStates.of_numbers(segment, find(segment, size, tables)) for segment in batch.segments]

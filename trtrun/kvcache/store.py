@@ -21,6 +21,7 @@ from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, BlockSlots
 from trtrun.kvcache.specs import LayerSpecs, Paged, paged_of, shared_of, state_of
+from trtrun.kvcache.state_numbers import StateOperations
 from trtrun.kvcache.window_places import WindowPlaces, WindowSpace
 
 _LINE_BYTES = 64
@@ -72,6 +73,7 @@ class KVStore:
         num_row_blocks: int | None = None,
         *,
         state_space: StateSpace | None = None,
+        state_operations: StateOperations | None = None,
         has_adapters: bool = False,
     ) -> None:
         """Allocate `num_blocks` blocks, the null block included.
@@ -86,6 +88,7 @@ class KVStore:
             window_space: of layers with a window; None where these are as the others.
             num_row_blocks: see WindowPlaces.
             state_space: of rows with states; needed where a layer keeps any.
+            state_operations: of the device; torch's where that is None.
             has_adapters: whether blocks may be made with adapters.
         """
         self.num_blocks = num_blocks
@@ -119,7 +122,7 @@ class KVStore:
         self.states: RowStates | None = None
         if states:
             assert state_space is not None, "layers keep states"
-            self.states = RowStates(states, state_space, num_blocks, device)
+            self.states = RowStates(states, state_space, num_blocks, device, state_operations)
         of_layers = self.states.layers if self.states is not None else {}
         self._states = [of_layers.get(index) for index in range(len(layers))]
 

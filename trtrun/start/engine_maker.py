@@ -31,6 +31,7 @@ from trtrun.engine.start_forwards import (
 )
 from trtrun.engine.warmup import warm_up
 from trtrun.heads.heads import HeadsPlan
+from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.sizing import NUM_NULL_BLOCKS, StoreSize, blocks_of_tokens
 from trtrun.kvcache.store import KVStore
@@ -219,6 +220,7 @@ class EngineMaker:
             None if layers is None else WindowSpace(layers, size.places),
             num_blocks,
             state_space=state_space(config, self.spec.models, role, num_blocks),
+            state_operations=operations_of(self.device.type).states,
             has_adapters=model.adapted is not None,
         )
         if self.device.type == "cpu":

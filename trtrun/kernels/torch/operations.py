@@ -30,7 +30,8 @@ from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
 from trtrun.kvcache.formats import PLAIN, KVFormat
-from trtrun.tensors import cached_range, cached_tensor
+from trtrun.kvcache.state_numbers import StateOperations, TorchStates
+from trtrun.tensors import cached_range, cached_tensor, to_host
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""
@@ -69,9 +70,11 @@ class TorchOperations:
 
     Attributes:
         cuts_lines: whether tokens are chosen by the kernels of triton/sampling.
+        states: what is done with states of rows.
     """
 
     cuts_lines = False
+    states: StateOperations = TorchStates()
 
     lay_out_trees = staticmethod(draft_trees.lay_out)
     accept_paths = staticmethod(draft_trees.accept_paths)
@@ -333,6 +336,33 @@ class TorchOperations:
         num_accepted = count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)
         last = target_tokens.gather(1, num_accepted[:, None])[:, 0]
         return gained(draft_tokens, num_accepted, last)
+
+    def pack_verdict(
+        self,
+        num_tokens: torch.Tensor,
+        draft_lens: torch.Tensor,
+        tokens: torch.Tensor,
+        chosen_logits: torch.Tensor,
+        found: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Have a `Verdict` on the host, in one tensor, without waiting for the device: from a GPU in pinned memory,
+        which whoever has it keeps until the device has written there.
+
+        Args:
+            num_tokens, draft_lens: [R] int64.
+            tokens: [R, width] int64.
+            chosen_logits: [R, width] float32.
+            found: [up to R] int64 more numbers, of the first rows; None for none.
+
+        Returns:
+            [R, 2 + 2 * width] int64: these in this order, of logits their bits; and in a last column what is `found`, 0
+            behind it.
+        """
+        columns = [num_tokens.unsqueeze(1), draft_lens.unsqueeze(1), tokens]
+        columns.append(chosen_logits.view(torch.int32).to(torch.int64))
+        if found is not None:
+            columns.append(functional.pad(found, (0, len(tokens) - len(found))).unsqueeze(1))
+        return to_host(torch.cat(columns, dim=1))
 
 
 def count_accepted(accepted: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:

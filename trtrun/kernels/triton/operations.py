@@ -28,6 +28,7 @@ from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
 from trtrun.kernels.triton.matmul.heads import multiply_heads
 from trtrun.kernels.triton.matmul.int_matmul import TritonInt4Matmul, TritonInt8Matmul
 from trtrun.kernels.triton.matmul.low_rank import TritonLowRank
+from trtrun.kernels.triton.row_states import TritonStates
 from trtrun.kernels.triton.sampling import acceptance, penalties, token_choice
 from trtrun.kvcache.formats import PLAIN, KVFormat
 
@@ -36,6 +37,7 @@ class TritonOperations(TorchOperations):
     """`TorchOperations` with what Triton does faster."""
 
     cuts_lines = True
+    states = TritonStates()
 
     lay_out_trees = staticmethod(row_tokens.lay_out)
     accept_paths = staticmethod(row_tokens.accept_paths)
@@ -216,3 +218,14 @@ class TritonOperations(TorchOperations):
         if not draft_tokens.shape[1]:
             return super().accept_by_token(target_tokens, draft_tokens, draft_lens)
         return acceptance.accept_by_token(target_tokens, draft_tokens, draft_lens)
+
+    @override
+    def pack_verdict(
+        self,
+        num_tokens: torch.Tensor,
+        draft_lens: torch.Tensor,
+        tokens: torch.Tensor,
+        chosen_logits: torch.Tensor,
+        found: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return acceptance.pack_verdict(num_tokens, draft_lens, tokens, chosen_logits, found)
