@@ -100,8 +100,8 @@ def _product_kernel(
 def chain_product(
     x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [rows, in] @ weight [out, in].T → [rows, out], any number of rows, each contiguous and of half precision; `bias`
-    [out] is added to what is rounded, and that rounded."""
+    """x [rows, in] @ weight [out, in].T → [rows, out], any number of rows, each contiguous and of half precision. A
+    bias [out] is added to what is rounded, and the sum is rounded."""
     rows = x.shape[0]
     features, inputs = weight.shape
     y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
@@ -111,7 +111,8 @@ def chain_product(
         _product_kernel[(triton.cdiv(features, tile.features), triton.cdiv(rows, width))](
             x, weight, x if bias is None else bias, y, rows, features, inputs, x.stride(0),
             ROWS=width, FEATURES=tile.features, INPUTS=tile.inputs, IS_EVEN=inputs % tile.inputs == 0,
-            HAS_BIAS=bias is not None, LINES=lines_of(weight, tile.features), num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
+            HAS_BIAS=bias is not None, LINES=lines_of(weight, tile.features),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
     return y
 
