@@ -11,6 +11,8 @@ It knows tensors; it does not know who takes it (coded_experts.py).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,8 +27,9 @@ from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.torch.fp4 import FORMS
 from trtrun.kernels.torch.integers import GROUP, TILE
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.coded_experts.four_bits import group_size
+from trtrun.kernels.triton.coded_experts.four_bits import Gate, group_size
 from trtrun.kernels.triton.expert_tiles import ExpertTiles
+from trtrun.kernels.triton.fused import GATES, gated
 from trtrun.kernels.triton.int4_stream.words import LINE, as_operand, factor_of, split_words, widen
 from trtrun.kernels.triton.support import multiprocessors
 
@@ -37,13 +40,15 @@ _AT_ONCE, _AT_ONCE_OF_WHOLE = {8: 4, 16: 4, 32: 2, 64: 2, 128: 1}, {8: 4, 16: 2,
 _BY_FOUR_WARPS = gl.constexpr(64)
 """Rows from which on four warps multiply numbers with an exponent together: instructions of one warp are slower."""
 
-_FEW_PROGRAMS, _AT_ONCE_OF_FEW = 3, 8
+_FEW_PROGRAMS, _AT_ONCE_OF_FEW, _REGISTERS_OF_FEW = 3, 8, 168
 """Up to so many programs of 8 rows for each multiprocessor there are registers for more groups."""
 
-_REGISTERS = 128
-"""Of a thread of other programs of 8 rows: four of them find room on a multiprocessor."""
+_REGISTERS = {8: 128, 16: 128, 32: 168}
+"""Of a thread, by rows of a tile: four or three programs find room on a multiprocessor."""
 
-_launch_next, _wait_for_all = (gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all))
+_launch_next, _wait_for_all, _gated = (
+    gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all, gated)
+)
 
 
 @gluon.constexpr_function
@@ -133,59 +138,54 @@ def _widen_fp4(words, scales, OPERAND: gl.constexpr, SHIFT: gl.constexpr, OFFSET
 
 
 @gluon.jit
-def _read_words(words, first, end, COUNT: gl.constexpr):
-    """Words of COUNT groups from `first` on, zeros from `end` on."""
+def _read_words(words, left, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Words of COUNT groups from the FIRST-th behind `words` on, zeros where fewer are left."""
     if COUNT > 1:
         half: gl.constexpr = COUNT // 2
-        return _read_words(words, first, end, half) + _read_words(words, first + half, end, half)
+        return _read_words(words, left, FIRST, half) + _read_words(words, left, FIRST + half, half)
     else:
-        layout: gl.constexpr = _layout_of_words()
-        line = gl.arange(0, LINE, layout=gl.SliceLayout(1, layout))
-        within = gl.arange(0, LINE, layout=gl.SliceLayout(0, layout))
-        place = words + first * _WORDS + line[:, None] * LINE + within[None, :]
-        known = (line < gl.where(first < end, LINE, 0))[:, None] & (within >= 0)[None, :]
+        known = gl.full([LINE, LINE], left > FIRST, gl.int1, layout=words.type.layout)
+        return (gl.load(words + FIRST * _WORDS, mask=known, other=0, eviction_policy="evict_first"),)
+
+
+@gluon.jit
+def _read_scales(
+    scales, left, FIRST: gl.constexpr, COUNT: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr
+):  # fmt: skip
+    """The words of scales of COUNT groups, PARTS [64] each; as `_read_words`."""
+    if COUNT > 1:
+        half: gl.constexpr = COUNT // 2
+        rest = _read_scales(scales, left, FIRST + half, half, PARTS, SHIFT)
+        return _read_scales(scales, left, FIRST, half, PARTS, SHIFT) + rest
+    else:
+        known = gl.full([_TILE], left > FIRST, gl.int1, layout=scales.type.layout)
+        return (_read_parts(scales + FIRST * PARTS * _TILE, known, 0, PARTS, SHIFT),)
+
+
+@gluon.jit
+def _read_parts(scales, known, FIRST: gl.constexpr, COUNT: gl.constexpr, SHIFT: gl.constexpr):
+    """COUNT of the words of a group's scales: of whole numbers they lie part by part."""
+    if COUNT > 1:
+        half: gl.constexpr = COUNT // 2
+        rest = _read_parts(scales, known, FIRST + half, half, SHIFT)
+        return _read_parts(scales, known, FIRST, half, SHIFT) + rest
+    else:
+        place = scales + (FIRST * _TILE if SHIFT == 0 else FIRST)
         return (gl.load(place, mask=known, other=0, eviction_policy="evict_first"),)
 
 
 @gluon.jit
-def _read_scales(scales, first, end, COUNT: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr):
-    """The words of scales of COUNT groups from `first` on, PARTS [64] each."""
+def _read_rows(x, left, is_pair, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Activations for COUNT groups from the FIRST-th behind x on, [rows, 128] each, of which so many inputs are left;
+    zeros behind them."""
     if COUNT > 1:
         half: gl.constexpr = COUNT // 2
-        return _read_scales(scales, first, end, half, PARTS, SHIFT) + _read_scales(
-            scales, first + half, end, half, PARTS, SHIFT
-        )
+        rest = _read_rows(x, left, is_pair, FIRST + half, half)
+        return _read_rows(x, left, is_pair, FIRST, half) + rest
     else:
-        feature = gl.arange(0, _TILE, layout=_layout_of_features())
-        base = scales + first * PARTS * _TILE
-        known = feature < gl.where(first < end, _TILE, 0)
-        return (_read_parts(base, feature, known, 0, PARTS, PARTS, SHIFT),)
-
-
-@gluon.jit
-def _read_parts(base, feature, known, first, COUNT: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr):
-    """COUNT of the PARTS words of a group's scales: of whole numbers they lie part by part."""
-    if COUNT > 1:
-        half: gl.constexpr = COUNT // 2
-        rest = _read_parts(base, feature, known, first + half, half, PARTS, SHIFT)
-        return _read_parts(base, feature, known, first, half, PARTS, SHIFT) + rest
-    else:
-        by_part: gl.constexpr = SHIFT == 0
-        place = base + (first * _TILE + feature if by_part else feature * PARTS + first)
-        return (gl.load(place, mask=known, other=0, eviction_policy="evict_first"),)
-
-
-@gluon.jit
-def _read_rows(x, first, inputs, is_pair, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Activations for COUNT groups from the input `first` on, [rows, 128] each."""
-    if COUNT > 1:
-        half: gl.constexpr = COUNT // 2
-        rest = _read_rows(x, first + half * _GROUP, inputs, is_pair, half, LAYOUT)
-        return _read_rows(x, first, inputs, is_pair, half, LAYOUT) + rest
-    else:
-        number = first + gl.arange(0, _GROUP, layout=gl.SliceLayout(0, LAYOUT))
-        known = is_pair[:, None] & (number < inputs)[None, :]
-        return (gl.load(x[:, None] + number[None, :], mask=known, other=0.0),)
+        number = gl.arange(0, _GROUP, layout=gl.SliceLayout(0, x.type.layout))
+        known = is_pair[:, None] & (number < left - FIRST * _GROUP)[None, :]
+        return (gl.load(x + FIRST * _GROUP, mask=known, other=0.0),)
 
 
 @gluon.jit
@@ -230,86 +230,181 @@ def _parts_of(values, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
         return _parts_of(lower, LAYOUT, half) + _parts_of(upper, LAYOUT, half)
 
 
-@gluon.jit(do_not_specialize=["features", "groups"])
+@gluon.jit
+def _keep_in_order():
+    """Have what was asked for in front of it asked for there: the assembler moves reads of the next step behind all of
+    this one, and then there is nothing on its way while this one is multiplied."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _feature_of(index, features, GATED: gl.constexpr):
+    """Features of y that a program has, by their `index` among its 64 of the weight, and features of the weight. With
+    gates those whose index has bit 3 are factors, which lie as many as `features` behind their gates."""
+    if GATED:
+        own = gl.program_id(1) // 2 * _TILE + index // 16 * 16 + gl.program_id(1) % 2 * 8 + index % 8
+        return own, own + index // 8 % 2 * features
+    else:
+        own = gl.program_id(1) * _TILE + index
+        return own, own
+
+
+@gluon.jit
+def _source_of(index, features, tiles, GATED: gl.constexpr):
+    """The tile of the weight in which features are read, and which of its 64 they are."""
+    _, feature = _feature_of(index, features, GATED)
+    # Behind the last tile there is nothing, and nobody asks for what comes of it.
+    return gl.where(feature < tiles * _TILE, feature // _TILE, 0), feature % _TILE
+
+
+@gluon.jit
+def _point_at_words(words, features, tiles, groups, GATED: gl.constexpr):
+    """Where the first group's words of each thread are, [32, 32], of an expert's: see integers.words_shape."""
+    layout: gl.constexpr = _layout_of_words()
+    line = gl.arange(0, LINE, layout=gl.SliceLayout(1, layout))
+    within = gl.arange(0, LINE, layout=gl.SliceLayout(0, layout))
+    tile, feature = _source_of(line // 4 % 4 * 16 + line // 16 * 8 + line % 4 * 2, features, tiles, GATED)
+    own_line = feature // 8 % 2 * 16 + feature // 16 * 4 + feature % 8 // 2
+    return words + (tile * groups * _WORDS + own_line * LINE)[:, None] + within[None, :]
+
+
+@gluon.jit
+def _point_at_scales(scales, features, tiles, groups, GATED: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr):
+    """Where the first group's scales of each thread are, [64], of an expert's."""
+    index = gl.arange(0, _TILE, layout=_layout_of_features())
+    tile, feature = _source_of(index, features, tiles, GATED)
+    stride: gl.constexpr = 1 if SHIFT == 0 else PARTS
+    return scales + tile * groups * PARTS * _TILE + feature * stride
+
+
+@gluon.jit(do_not_specialize=["features", "tiles", "groups"])
 def _product_kernel(
-    x, words, scales, factor, bias, y, pairs, experts, features, inputs, groups,
+    x, words, scales, factor, bias, y, pairs, experts, features, inputs, tiles, groups,
     CHOSEN: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr,
-    AT_ONCE: gl.constexpr, ADDS: gl.constexpr, EARLY: gl.constexpr,
+    AT_ONCE: gl.constexpr, ADDS: gl.constexpr, GATE: gl.constexpr, LIMIT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """A tile of an expert's weight; `groups` have 128 inputs. Whole numbers have no SHIFT."""
+    """64 features of an expert's weight, which has so many `tiles` of them; `groups` have 128 inputs. Whole numbers
+    have no SHIFT. With a GATE they are gates of 32 features of y and their factors, and y is what comes of these."""
     _launch_next(EARLY)
     _wait_for_all(EARLY)
     expert = gl.load(experts + gl.program_id(0)).to(gl.int64)
-    if expert < 0:
-        return
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    by_four_warps: gl.constexpr = SHIFT > 0 and ROWS >= _BY_FOUR_WARPS
-    layout: gl.constexpr = _layout_of_sums(ROWS, by_four_warps)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_rows))
     pair = gl.load(pairs + gl.program_id(0) * ROWS + row).to(gl.int64)
+    if expert < 0:
+        return
+    by_four_warps: gl.constexpr = SHIFT > 0 and ROWS >= _BY_FOUR_WARPS
+    layout: gl.constexpr = _layout_of_sums(ROWS, by_four_warps)
+    is_gated: gl.constexpr = GATE >= 0
     is_pair = pair >= 0
-    x += gl.where(is_pair, pair // CHOSEN, 0) * inputs
-    place = (expert * gl.num_programs(1) + gl.program_id(1)) * groups
-    words += place * _WORDS
-    scales += place * PARTS * _TILE
+    within = gl.arange(0, _GROUP, layout=gl.SliceLayout(0, of_rows))
+    x = x + (gl.where(is_pair, pair // CHOSEN, 0) * inputs)[:, None] + within[None, :]
+    first = expert * tiles * groups
+    words = _point_at_words(words + first * _WORDS, features, tiles, groups, is_gated)
+    scales = _point_at_scales(scales + first * PARTS * _TILE, features, tiles, groups, is_gated, PARTS, SHIFT)
+    own_words = _read_words(words, groups, 0, AT_ONCE)
+    own_scales = _read_scales(scales, groups, 0, AT_ONCE, PARTS, SHIFT)
+    own_rows = _read_rows(x, inputs, is_pair, 0, AT_ONCE)
+    added, of_feature = _read_ends(bias, factor, expert, features, layout, ADDS, SHIFT, is_gated)
     values = gl.allocate_shared_memory(
         y.dtype.element_ty, [AT_ONCE, ROWS, _GROUP], _layout_of_values(ROWS, y.dtype.element_ty, by_four_warps)
     )
     total = gl.zeros([_TILE, ROWS], gl.float32, layout=layout)
-    own_words = _read_words(words, 0, groups, AT_ONCE)
-    own_scales = _read_scales(scales, 0, groups, AT_ONCE, PARTS, SHIFT)
-    own_rows = _read_rows(x, 0, inputs, is_pair, AT_ONCE, of_rows)
     for first in range(0, groups, AT_ONCE):
         for group in gl.static_range(AT_ONCE):
             values.index(group).store(own_rows[group])
         if by_four_warps:
             fence_async_shared()
-        own_rows = _read_rows(x, (first + AT_ONCE) * _GROUP, inputs, is_pair, AT_ONCE, of_rows)
+        own_rows = _read_rows(x, inputs - first * _GROUP, is_pair, AT_ONCE, AT_ONCE)
         next_words, next_scales = (), ()
         for group in gl.static_range(AT_ONCE):
             total = _multiply(
                 total, own_words[group], own_scales[group], values.index(group), layout, PARTS, SHIFT, OFFSET
             )
             # In the place of what is used up: so many groups are always on their way.
-            next_words += _read_words(words, first + AT_ONCE + group, groups, 1)
-            next_scales += _read_scales(scales, first + AT_ONCE + group, groups, 1, PARTS, SHIFT)
+            next_words += _read_words(words, groups - first, AT_ONCE + group, 1)
+            next_scales += _read_scales(scales, groups - first, AT_ONCE + group, 1, PARTS, SHIFT)
+            _keep_in_order()
         own_words, own_scales = next_words, next_scales
-    feature = gl.program_id(1) * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
-    is_feature = feature < features
-    added = gl.zeros([_TILE], gl.float32, layout=gl.SliceLayout(1, layout))
-    if ADDS:
-        added = gl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(gl.float32)
-    added = added[:, None].broadcast_to(total.shape)
+        x += AT_ONCE * _GROUP
+        words += AT_ONCE * _WORDS
+        scales += AT_ONCE * PARTS * _TILE
     if SHIFT == 0:
-        total += added
+        total += added[:, None].broadcast_to(total.shape)
     else:
-        of_feature = gl.load(factor + expert * features + feature, mask=is_feature, other=0.0)
-        total = gl.fma(total, of_feature[:, None].broadcast_to(total.shape), added)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    pair = gl.load(pairs + gl.program_id(0) * ROWS + row).to(gl.int64)
-    made = y + pair[None, :] * features + feature[:, None]
-    gl.store(made, total.to(y.dtype.element_ty), mask=(pair >= 0)[None, :] & is_feature[:, None])
+        total = gl.fma(
+            total, of_feature[:, None].broadcast_to(total.shape), added[:, None].broadcast_to(total.shape)
+        )  # fmt: skip
+    _store(total.to(y.dtype.element_ty), y, pairs, features, GATE, LIMIT)
+
+
+@gluon.jit
+def _read_ends(
+    bias, factor, expert, features, LAYOUT: gl.constexpr, ADDS: gl.constexpr, SHIFT: gl.constexpr, GATED: gl.constexpr
+):
+    """What is added to sums of a program's features, and what numbers with an exponent are multiplied by before: [64]
+    float32 each. Read in front of the sums, so that nothing waits for it behind them."""
+    place: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    own, feature = _feature_of(gl.arange(0, _TILE, layout=place), features, GATED)
+    of_weight = features * 2 if GATED else features
+    added = gl.zeros([_TILE], gl.float32, layout=place)
+    of_feature = added
+    if ADDS:
+        added = gl.load(bias + expert * of_weight + feature, mask=own < features, other=0.0).to(gl.float32)
+    if SHIFT > 0:
+        of_feature = gl.load(factor + expert * of_weight + feature, mask=own < features, other=0.0)
+    return added, of_feature
+
+
+@gluon.jit
+def _store(made, y, pairs, features, GATE: gl.constexpr, LIMIT: gl.constexpr):
+    """Write what comes of a program's features [64, rows], rounded. A thread has a gate and its factor."""
+    rows: gl.constexpr = made.shape[1]
+    if GATE >= 0:
+        gate, times = gl.split(made.reshape([4, 2, 8, rows]).permute((0, 2, 3, 1)).reshape([_TILE // 2, rows, 2]))
+        made = _gated(gate.to(gl.float32), times.to(gl.float32), y.dtype.element_ty, GATE, LIMIT)
+    layout: gl.constexpr = made.type.layout
+    index = gl.arange(0, made.shape[0], layout=gl.SliceLayout(1, layout))
+    if GATE >= 0:
+        index = index // 8 * 16 + index % 8
+    feature, _ = _feature_of(index, features, GATE >= 0)
+    pair = gl.load(pairs + gl.program_id(0) * rows + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))).to(gl.int64)
+    place = y + pair[None, :] * features + feature[:, None]
+    gl.store(place, made, mask=(pair >= 0)[None, :] & (feature < features)[:, None])
 
 
 def streamed_product(
-    x: torch.Tensor, weight: ExpertCodes, bias: torch.Tensor | None, tiles: ExpertTiles, num_pairs: int, each: int
+    x: torch.Tensor,
+    weight: ExpertCodes,
+    bias: torch.Tensor | None,
+    tiles: ExpertTiles,
+    num_pairs: int,
+    each: int,
+    gate: Gate | None = None,
 ) -> torch.Tensor:
     """Compute `general_product`, of rows that begin at multiples of 16 bytes in tiles of 8, 16, 32 or 64; numbers with
-    an exponent in tiles of 128, too, and times bfloat16 alone."""
+    an exponent in tiles of 128, too, and times bfloat16 alone. With a gate the first half of the features is activated
+    and multiplied with the second, as `activate_and_multiply` does: [pairs, features / 2]; half is a multiple of 16."""
     words, size, rows = weight.tensors["words"], group_size(weight), tiles.rows
     form = FORMS[size] if "blocks" in weight.tensors else None
     scales = weight.tensors["scales"] if form is None else weight.tensors["blocks"].view(torch.int32)
-    made = x.new_empty((num_pairs, weight.features))
+    features = weight.features if gate is None else weight.features // 2
+    made = x.new_empty((num_pairs, features))
+    programs = words.shape[1] if gate is None else 2 * -(-features // TILE)
     at_once, registers = _AT_ONCE_OF_WHOLE[rows] if form is None else _AT_ONCE[rows], None
-    if form is not None and rows == 8:
-        is_few = len(tiles.experts) * words.shape[1] <= _FEW_PROGRAMS * multiprocessors(words.device)
-        at_once, registers = (_AT_ONCE_OF_FEW, None) if is_few else (at_once, _REGISTERS)
-    _product_kernel[(len(tiles.experts), words.shape[1])](
+    if form is not None:
+        registers = _REGISTERS.get(rows)
+        if rows == 8 and len(tiles.experts) * programs <= _FEW_PROGRAMS * multiprocessors(words.device):
+            at_once, registers = _AT_ONCE_OF_FEW, _REGISTERS_OF_FEW
+    _product_kernel[(len(tiles.experts), programs)](
         x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
-        weight.features, weight.inputs, words.shape[2],
+        features, weight.inputs, words.shape[1], words.shape[2],
         CHOSEN=each, ROWS=rows, AT_ONCE=at_once,
         PARTS=GROUP // size if form is None else GROUP // size // 4,
         SHIFT=0 if form is None else form.shift, OFFSET=0 if form is None else form.offset, ADDS=bias is not None,
+        GATE=-1 if gate is None else GATES[gate.activation], LIMIT=math.inf if gate is None else gate.limit,
         num_warps=4, maxnreg=registers, **early_launch.early(x),
     )  # fmt: skip
     return made
