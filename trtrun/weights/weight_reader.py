@@ -122,7 +122,9 @@ class WeightReader:
         return self._adapted.make(cut, held, tensors, of_bias, self.dtype, batch_invariant=invariant)
 
     def row_parallel(self, weight: Weight, bias: Weight | None = None) -> RowParallelLinear:
-        """A linear layer whose input features are shared out."""
+        """A linear layer whose input features are shared out; one rank's product adds the bias itself."""
+        if self.share.size == 1:
+            return RowParallelLinear(self.linear(weight, bias), None, self.communicator)
         return RowParallelLinear(self.linear(weight), None if bias is None else self.tensor(bias), self.communicator)
 
     def plain_product(self, weight: Weight, bias: Weight | None = None) -> Product:

@@ -144,12 +144,12 @@ def test_experts_in_codes_make_what_plain_torch_does_in_any_company(
 def test_the_kernel_in_gluon_is_asked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bits are compared before a graph is captured, once for each kind; E2M1 is for bfloat16."""
     from trtrun.kernels.triton.coded_experts import suitability
-    from trtrun.kernels.triton.coded_experts.four_bits import tile_rows
+    from trtrun.kernels.triton.coded_experts.four_bits import Gate, tile_rows
 
     compared, capturing, is_equal = [], [True], [True]
     monkeypatch.setattr(suitability, "_chosen", {})
     monkeypatch.setattr(suitability, "is_hopper", lambda device: True)
-    monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2:5]) or is_equal[0])
+    monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2:5] + kind[6:]) or is_equal[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     weights = torch.ones(1, 64, 256, device=DEVICE).bfloat16()
     whole, numbers = codes_of("int4 by 64", weights), codes_of("mxfp4", weights)
@@ -160,7 +160,10 @@ def test_the_kernel_in_gluon_is_asked_for_where_it_may_be(monkeypatch: pytest.Mo
     )
     assert not suitability.streams(numbers, torch.float16, 8, False)
     assert not suitability.streams(whole, torch.bfloat16, 128, False)
-    assert compared == [(8, 32, True), (8, 64, False)]
+    gate, odd = Gate("silu", 0.0), codes_of("mxfp4", weights[:, :40])
+    assert suitability.streams(numbers, torch.bfloat16, 8, False, gate)
+    assert not suitability.streams(odd, torch.bfloat16, 8, False, gate)
+    assert compared == [(8, 32, True, None), (8, 64, False, None), (8, 32, True, gate)]
     is_equal[0], capturing[0] = False, True
     assert suitability.streams(numbers, torch.bfloat16, 8, False)
     capturing[0] = False
@@ -173,21 +176,29 @@ def test_the_kernel_in_gluon_is_asked_for_where_it_may_be(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("form", ["int4 by 128", "int4 by 64", "int4 by 32", "mxfp4", "nvfp4"])
 def test_the_kernel_in_gluon_has_the_bits_of_the_general_one(form: str, has_bias: bool) -> None:
     """In tiles of all heights, and through many programs at once; it is the one that is taken."""
-    from trtrun.kernels.triton.coded_experts.four_bits import FEWEST_ROWS, general_product
+    from trtrun.kernels.triton.coded_experts.four_bits import FEWEST_ROWS, Gate, general_product
     from trtrun.kernels.triton.coded_experts.four_bits_stream import streamed_product
     from trtrun.kernels.triton.coded_experts.suitability import streams
     from trtrun.kernels.triton.expert_tiles import lay_out
+    from trtrun.kernels.triton.fused import activate_and_multiply
 
     torch.manual_seed(1)
     inputs = 2944 if form.startswith("int4") else 2880
     weight = codes_of(form, torch.randn(9, 1000, inputs, device="cuda").to(DTYPE))
+    gates = codes_of(form, torch.randn(9, 992, inputs, device="cuda").mul_(inputs**-0.5).to(DTYPE))
     bias = torch.randn(9, 1000, device="cuda").to(DTYPE) if has_bias else None
+    of_gates = None if bias is None else bias[:, :992].contiguous()
     x, experts = torch.randn(150, inputs, device="cuda").to(DTYPE), torch.randint(0, 9, (150, 2), device="cuda")
     general = general_product(x, weight, bias, lay_out(experts, 9, FEWEST_ROWS), 300, 2)
     for rows in (8, 16, 32, 64, *(() if form.startswith("int4") else (128,))):
         assert streams(weight, DTYPE, rows, has_bias), rows
         for _ in range(3):
             assert torch.equal(streamed_product(x, weight, bias, lay_out(experts, 9, rows), 300, 2), general), rows
+        for gate in (Gate("clamped_swiglu", 0.9), Gate("silu", 0.0)):
+            assert streams(gates, DTYPE, rows, has_bias, gate), (rows, gate)
+            product = general_product(x, gates, of_gates, lay_out(experts, 9, FEWEST_ROWS), 300, 2)
+            found = streamed_product(x, gates, of_gates, lay_out(experts, 9, rows), 300, 2, gate)
+            assert torch.equal(found, activate_and_multiply(product, *gate)), (rows, gate)
 
 
 @pytest.mark.parametrize("renormalises", [True, False])

@@ -35,10 +35,11 @@ from trtrun.kernels.triton.int4_stream import product as int4_product
 from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.triton.attention import prompt_attention
 from trtrun.kernels.triton.coded_experts import four_bits_stream
+from trtrun.kernels.triton.coded_experts.four_bits import Gate
 from trtrun.kernels.triton.expert_tiles import ExpertTiles
 
 early_launch._options = lambda device: {"EARLY": True, "launch_pdl": True}
-for module in (block_product, product, int4_product, prompt_attention):
+for module in (block_product, product, int4_product, prompt_attention, four_bits_stream):
     module.multiprocessors = lambda device: 132
 
 def fp8():
@@ -58,7 +59,9 @@ def experts():
     for rows, more in ((8, {"blocks": blocks, "factor": factor}), (64, {"scales": scales})):
         weight = ExpertCodes({"words": words, **more}, 64, 256)
         tiles = ExpertTiles(torch.zeros(rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        four_bits_stream.streamed_product(torch.zeros((3, 256), dtype=torch.bfloat16), weight, None, tiles, 3, 1)
+        x = torch.zeros((3, 256), dtype=torch.bfloat16)
+        for gate in (None, Gate("clamped_swiglu", 7.0)):
+            four_bits_stream.streamed_product(x, weight, None, tiles, 3, 1, gate)
 
 def prompts():
     query = torch.zeros((64, 8, 64), dtype=torch.bfloat16)
@@ -78,9 +81,10 @@ for kernel in asked:
 print(json.dumps([[kernel.name for kernel in asked], processes.wait()]))
 processes.close()
 """
-OF_EXPERTS = ["_product_kernel"] * 2
+OF_EXPERTS = ["_product_kernel"] * 4
 KERNELS = ["_stream_kernel", "_stream_blocks_kernel", "_stream_kernel", "_stream_kernel", *OF_EXPERTS, "_prompt_kernel"]
-"""Products of E4M3, by row and in blocks, two of 4 bits, those of experts, and attention of prompts."""
+"""Products of E4M3, by row and in blocks, two of 4 bits, those of experts, with gates and without; attention of
+prompts."""
 
 
 def test_all_kernels_compile(tmp_path: Path) -> None:

@@ -57,9 +57,10 @@ def test_the_product_with_codes_of_4_bits(size: int, rows: int, has_bias: bool) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "features", "inputs"), [(1, 70, 64), (17, 130, 200), (70, 64, 128), (0, 8, 64)])
+@pytest.mark.parametrize(("rows", "features", "inputs"), [(1, 70, 64), (17, 1130, 200), (70, 64, 128), (0, 8, 64)])
 def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) -> None:
     from trtrun.kernels.triton.matmul.dense import chain_product
+    from trtrun.kernels.triton.row_functions import add_bias
 
     torch.manual_seed(features)
     weight, x = torch.randn(features, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
@@ -67,6 +68,10 @@ def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) 
     assert found.shape == (rows, features)
     if rows:
         assert difference(found, x.double() @ weight.double().T) < BOUNDS[dtype]
+    bias = torch.randn(features).to(dtype) * 20
+    with_bias = chain_product(x, weight, bias=bias)
+    assert torch.equal(with_bias, found + bias)  # which rounds where a library's product and a sum behind it round
+    assert torch.equal(add_bias(found, bias), with_bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)

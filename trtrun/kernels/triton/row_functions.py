@@ -1,5 +1,5 @@
-"""Sums of squares, xIELU, norms and gates of heads, and gated sums of rows, each in one Triton kernel for CUDA: what
-few families compute."""
+"""Sums of squares, xIELU, biases, norms and gates of heads, and gated sums of rows, each in one Triton kernel for CUDA:
+what few families compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.fused import GATES, gated, warps_for
 
 _FEATURES = 1024
-"""Features that one program of `xielu`, `gate_heads` or `add_gated` computes."""
+"""Features that one program of `xielu`, `add_bias`, `gate_heads` or `add_gated` computes."""
 _SIGMOID = tl.constexpr(GATES["sigmoid"])
 
 
@@ -164,6 +164,27 @@ def gate_heads(gates: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
             gates, attended, gates.stride(0), size, BLOCK=_FEATURES, num_warps=4, **early(attended)
         )
     return attended
+
+
+@triton.jit
+def _add_bias_kernel(output, bias, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    place = output + tl.program_id(0).to(tl.int64) * size
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < size
+    value = tl.load(place + element, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + element, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place + element, value.to(output.dtype.element_ty), mask=inside)
+
+
+def add_bias(output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """output [rows, size], dense, to whose rows `bias` [size] is added in place, which rounds once."""
+    rows, size = output.shape
+    if rows:
+        _add_bias_kernel[(rows, triton.cdiv(size, _FEATURES))](
+            output, bias, size, BLOCK=_FEATURES, num_warps=4, **early(output)
+        )
+    return output
 
 
 @triton.jit

@@ -65,6 +65,16 @@ class FourBitProduct:
 
         return streamed_product(x, self._weight, self._bias, tiles, num_pairs, each)
 
+    def activated(
+        self, x: torch.Tensor, tiles: ExpertTiles, num_pairs: int, each: int, gate: four_bits.Gate
+    ) -> torch.Tensor:
+        """The first half of the features of the product, activated, times the second: [pairs, features / 2]."""
+        if not streams(self._weight, x.dtype, tiles.rows, self._bias is not None, gate):
+            return activate_and_multiply(self(x, tiles, num_pairs, each), *gate)
+        from trtrun.kernels.triton.coded_experts.four_bits_stream import streamed_product
+
+        return streamed_product(x, self._weight, self._bias, tiles, num_pairs, each, gate)
+
 
 def _product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None) -> _Product:
     if not isinstance(weight, ExpertCodes):
@@ -109,8 +119,12 @@ class CodedExperts(AddingExperts):
         tiles = {it: lay_out(choice.experts, self._num_experts, it, self._few) for it in dict.fromkeys(rows)}
         rounding = self._gate_up.rounding
         values = x if rounding is None else round_activations(x, rounding)
-        fused = self._gate_up(values, tiles[rows[0]], num_pairs, num_chosen)
-        return self._down(self._activate(fused), tiles[rows[1]], num_pairs, 1).view(tokens, num_chosen, -1)
+        if isinstance(self._gate_up, FourBitProduct) and self._down.rounding is None:
+            gate = four_bits.Gate(self._activation, self._limit)
+            gated: Activations = self._gate_up.activated(x, tiles[rows[0]], num_pairs, num_chosen, gate)
+        else:
+            gated = self._activate(self._gate_up(values, tiles[rows[0]], num_pairs, num_chosen))
+        return self._down(gated, tiles[rows[1]], num_pairs, 1).view(tokens, num_chosen, -1)
 
     def _activate(self, fused: torch.Tensor) -> Activations:
         """Gates times factors, as the second product takes them."""

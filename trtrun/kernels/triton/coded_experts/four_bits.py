@@ -10,10 +10,13 @@ same bits.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.arguments import Activation
 from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.torch.fp4 import FORMS, UNIT_EXPONENT
 from trtrun.kernels.torch.integers import GROUP, TILE, UNITS
@@ -27,6 +30,14 @@ _LEAST = tl.constexpr(2.0**UNIT_EXPONENT)
 
 FEWEST_ROWS = 16
 """Of a tile of the general kernel."""
+
+
+class Gate(NamedTuple):
+    """What becomes of the first half of a product's features, which the second is multiplied with: see Activation."""
+
+    activation: Activation
+    limit: float
+
 
 _HEIGHTS = {3: 8, 8: 16, 24: 32, 96: 64}
 """Rows of a tile, by the mean number of pairs of an expert up to which they are taken."""

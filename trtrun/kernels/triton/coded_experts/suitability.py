@@ -11,28 +11,34 @@ import torch
 from trtrun.kernels.torch import fp4, integers
 from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.torch.integers import GROUP
-from trtrun.kernels.triton.coded_experts.four_bits import FEWEST_ROWS, general_product, group_size
+from trtrun.kernels.triton.coded_experts.four_bits import FEWEST_ROWS, Gate, general_product, group_size
 from trtrun.kernels.triton.compilation.launches import is_collecting
 from trtrun.kernels.triton.expert_tiles import lay_out
+from trtrun.kernels.triton.fused import activate_and_multiply
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 
 _ALIGNED_INPUTS = 8
 """Rows begin at multiples of so many numbers."""
 
+_ALIGNED_GATES = 32
+"""Gates and their factors, together."""
+
 _MOST_ROWS_OF_WHOLE = 64
 
-_chosen: dict[tuple[torch.device, torch.dtype, int, int, bool, bool], bool] = {}
+_chosen: dict[tuple[torch.device, torch.dtype, int, int, bool, bool, Gate | None], bool] = {}
 
 
-def streams(weight: ExpertCodes, dtype: torch.dtype, rows: int, has_bias: bool) -> bool:
-    """Whether the kernel in Gluon takes products of activations of a dtype in tiles of so many rows."""
+def streams(weight: ExpertCodes, dtype: torch.dtype, rows: int, has_bias: bool, gate: Gate | None = None) -> bool:
+    """Whether the kernel in Gluon takes products of activations of a dtype in tiles of so many rows, and the gate."""
     words, has_exponents = weight.tensors["words"], "blocks" in weight.tensors
     if not is_hopper(words.device) or weight.inputs % _ALIGNED_INPUTS:
         return False
     if dtype is not torch.bfloat16 if has_exponents else rows > _MOST_ROWS_OF_WHOLE:
         return False
+    if gate is not None and weight.features % _ALIGNED_GATES:
+        return False
     size = group_size(weight)
-    kind = (words.device, dtype, rows, size, has_exponents, has_bias)
+    kind = (words.device, dtype, rows, size, has_exponents, has_bias, gate)
     if kind in _chosen:
         return _chosen[kind]
     if torch.cuda.is_current_stream_capturing():  # nothing can be read back from a graph: what runs before it asks
@@ -45,13 +51,19 @@ def streams(weight: ExpertCodes, dtype: torch.dtype, rows: int, has_bias: bool) 
 
 
 def _compare(
-    device: torch.device, dtype: torch.dtype, rows: int, size: int, has_exponents: bool, has_bias: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    size: int,
+    has_exponents: bool,
+    has_bias: bool,
+    gate: Gate | None,
 ) -> bool:
     """Several experts of more than a tile, with inputs that fill no step; tiles that are full and others."""
     from trtrun.kernels.triton.coded_experts.four_bits_stream import streamed_product
 
     generator = torch.Generator(device).manual_seed(0)
-    count, features, inputs, chosen = 3, 200, 9 * GROUP + (size if has_exponents else GROUP), 2
+    count, features, inputs, chosen = 3, 200 if gate is None else 224, 9 * GROUP + (size if has_exponents else GROUP), 2
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
@@ -62,8 +74,9 @@ def _compare(
     tokens = rows * 2 + 1 + integers.GROUP  # more pairs than have a tile each
     x, experts = random(tokens, inputs), torch.arange(tokens * chosen, device=device).view(tokens, chosen) % count
     tiles, general = lay_out(experts, count, rows), lay_out(experts, count, max(rows, FEWEST_ROWS))
-    found = streamed_product(x, weight, bias, tiles, experts.numel(), chosen)
-    return torch.equal(found, general_product(x, weight, bias, general, experts.numel(), chosen))
+    found = streamed_product(x, weight, bias, tiles, experts.numel(), chosen, gate)
+    expected = general_product(x, weight, bias, general, experts.numel(), chosen)
+    return torch.equal(found, expected if gate is None else activate_and_multiply(expected, *gate))
 
 
 def random_weight(

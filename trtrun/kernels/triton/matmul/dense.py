@@ -22,6 +22,7 @@ from torch.nn import functional
 from trtrun.kernels.library_speeds import Speeds, WeightSpeeds
 from trtrun.kernels.torch.cuda import capturing, forbid_split_sums
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
+from trtrun.kernels.triton.row_functions import add_bias
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 
 _FEWEST_ROWS, _WIDEST = 16, 64
@@ -59,9 +60,9 @@ class Tile(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
-    x, weight, y, rows, features, inputs, x_stride,
+    x, weight, bias, y, rows, features, inputs, x_stride,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    LINES: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The weight is the side of the matrix units that is 64 wide, so few rows waste nothing."""
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
@@ -71,6 +72,9 @@ def _product_kernel(
     start = tl.where(is_feature, feature, 0).to(tl.int64) * inputs
     fetch(weight, start, inputs, LINES, EARLY)
     begin(EARLY)
+    kind: tl.constexpr = y.dtype.element_ty
+    if HAS_BIAS:  # asked for in front of the weights, so that nothing waits for it behind them
+        added = tl.load(bias + tl.where(is_feature, feature, 0)).to(tl.float32)
     total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS):
         number = first + tl.arange(0, INPUTS)
@@ -86,12 +90,18 @@ def _product_kernel(
                 x + row[None, :] * x_stride + number[:, None], mask=is_row[None, :] & known[:, None], other=0.0
             )
         total = tl.dot(weights, values, total)
+    made = total.to(kind)
+    if HAS_BIAS:
+        made = (made.to(tl.float32) + added[:, None]).to(kind)
     place = y + row[None, :].to(tl.int64) * features + feature[:, None]
-    tl.store(place, total.to(y.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
+    tl.store(place, made, mask=is_row[None, :] & is_feature[:, None])
 
 
-def chain_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
-    """x [rows, in] @ weight [out, in].T → [rows, out], any number of rows, each contiguous and of half precision."""
+def chain_product(
+    x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [rows, in] @ weight [out, in].T → [rows, out], any number of rows, each contiguous and of half precision. A
+    bias [out] is added to what is rounded, and the sum is rounded."""
     rows = x.shape[0]
     features, inputs = weight.shape
     y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
@@ -99,9 +109,10 @@ def chain_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = Non
         width = min(_WIDEST, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
         tile = _that_fits(tile or _tile(width, features, x.device), width, shared_bytes(x.device))
         _product_kernel[(triton.cdiv(features, tile.features), triton.cdiv(rows, width))](
-            x, weight, y, rows, features, inputs, x.stride(0),
+            x, weight, x if bias is None else bias, y, rows, features, inputs, x.stride(0),
             ROWS=width, FEATURES=tile.features, INPUTS=tile.inputs, IS_EVEN=inputs % tile.inputs == 0,
-            LINES=lines_of(weight, tile.features), num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
+            HAS_BIAS=bias is not None, LINES=lines_of(weight, tile.features),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
     return y
 
@@ -138,14 +149,16 @@ class TritonMatmul:
         """x [rows, in] → [rows, out] in the same dtype."""
         if x.stride(1) != 1:
             x = x.contiguous()
-        y = self._multiply(x)
-        return y if self._bias is None else y.add_(self._bias)
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        rows, most = x.shape[0], _ROWS[len(self._uses_library) - 1]
-        place = bisect_left(_ROWS, min(rows, most))
+        most = _ROWS[len(self._uses_library) - 1]
+        place = bisect_left(_ROWS, min(x.shape[0], most))
         if not self._uses_library[place]:
-            return chain_product(x, self._weight)
+            return chain_product(x, self._weight, bias=self._bias)
+        y = self._ask_library(x, place, most)
+        return y if self._bias is None else add_bias(y, self._bias)
+
+    def _ask_library(self, x: torch.Tensor, place: int, most: int) -> torch.Tensor:
+        """The product without the bias, of so many rows as `_ROWS` has at `place`, or more than the most of them."""
+        rows = x.shape[0]
         if rows <= most:
             if self._is_padded[place] and rows < _ROWS[place]:
                 padded = x.new_empty((_ROWS[place], x.shape[1]))
