@@ -299,7 +299,7 @@ class AheadPolicy:
 
     def record_chances(self, hit_chances: Sequence[float]) -> None:
         """Take in what `CandidateBudget.hit_chances` gives of a whole draft; nothing where it is not told."""
-        if hit_chances:
+        if hit_chances and self._steps:
             self._hit_chances = hit_chances
             self._num_hits = self._expected_hits = _PRIOR_HITS
 
