@@ -171,22 +171,29 @@ def test_guesses_change_no_text(
 )
 @pytest.mark.parametrize("name", NAMES if SIZE == 3 else [])  # whatever ranks there are
 def test_auto_guesses_where_ranks_have_cores(
-    folder: Path, name: str, ahead: str, outnumber: bool, guesses: bool, monkeypatch: Patch
+    folder: Path, expected: dict[str, Any], name: str, ahead: str, outnumber: bool, guesses: bool, monkeypatch: Patch
 ) -> None:
+    """And the start measures both ways, after which texts are the target's own."""
     monkeypatch.setattr(policies, "outnumber_cores", lambda *_: outnumber)
 
-    def use(llm: LLM) -> tuple[dict[str, Any], bool]:
-        llm.generate(prompts(), SamplingParams(max_tokens=COUNT))
+    def run(llm: LLM) -> dict[str, Any]:
         policy = llm.engine.orchestrator._ahead
         assert policy is not None
-        return llm.statistics(), list(policy._hit_chances) != CandidateBudget(3).hit_chances(3)
+        measured, policy._always_guesses = policy._costs, True  # whatever is faster here
+        found = use(llm)
+        told = list(policy._hit_chances) != CandidateBudget(3).hit_chances(3)
+        return found | {"told": told, "measured": {rows: [*costs.ahead] for rows, costs in measured.items()}}
 
     speculation = {"draft_len": 3, "ahead": ahead}
-    found = run_job(job_configuration(folder, HERE[name], speculation=speculation), use)
-    if found is not None:
-        totals, has_been_told = found
-        assert (totals["num_guesses"] > 0) == has_been_told == guesses, "chances come from the draft's leader"
-        assert totals["num_accepted_draft_tokens"] > 20
+    found = run_job(job_configuration(folder, HERE[name], speculation=speculation), run)
+    if found is None:
+        return
+    assert found["texts"] == expected["texts"] and found["sampled"] == expected["sampled"]
+    totals, measured = found["totals"], found["measured"]
+    assert (totals["num_guesses"] > 0) == found["told"] == guesses, "chances come from the draft's leader"
+    assert totals["num_accepted_draft_tokens"] > 20
+    assert set(measured) == ({1, 4} if guesses and ahead == "auto" else set())
+    assert all(min(counts) >= rows for rows, counts in measured.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

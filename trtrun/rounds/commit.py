@@ -14,6 +14,7 @@ from trtrun.core.nouns import RoundPlan, TokenLogprobs
 from trtrun.scheduling.completions import RowResult
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance import AcceptanceWatch
+from trtrun.speculation.ahead.ahead_costs import AheadRound
 from trtrun.speculation.pacing import Pacer
 from trtrun.wire.reports import RoundReport
 
@@ -28,6 +29,28 @@ class RowUpdate(NamedTuple):
     result: RowResult
     logprobs: list[TokenLogprobs] | None
     logits: np.ndarray | None = None
+
+
+def ahead_round(before: RoundPlan | None, plan: RoundPlan, report: RoundReport, seconds: float) -> AheadRound:
+    """What a round says of drafting ahead. Its time is that of the guesses in `before`, the plan that came before it,
+    unless either had something else to do."""
+    num_rows = len(plan.decode_rows)
+    draft_lens = report.draft_lens[:num_rows]
+    hits = [length > 0 and hit for length, hit in zip(draft_lens, report.cache_hits, strict=False)]
+    plans = (plan,) if before is None else (before, plan)
+    follows = before is not None and before.round_index == plan.round_index - 1 and before.draft_len == plan.draft_len
+    is_usual = follows and not any(one.prefill or one.predicted_output_rows for one in plans)
+    return AheadRound(
+        num_rows,
+        plan.draft_len,
+        before.num_guesses if is_usual and before is not None else None,
+        sum(hits),
+        any(length > 0 and not hit for length, hit in zip(draft_lens, hits, strict=True)),
+        report.times.verifying,
+        seconds,
+        [max(0, count) for count in report.num_tokens[:num_rows]],
+        draft_lens,
+    )
 
 
 def commit_round(

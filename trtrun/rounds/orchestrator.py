@@ -14,7 +14,7 @@ from pathlib import Path
 
 from parallel.watchdog.activity import Activity, Doing
 from trtrun.core.nouns import FIRST_WARM_UP_ROUND, RoundPlan
-from trtrun.rounds.commit import RowUpdate, commit_round
+from trtrun.rounds.commit import RowUpdate, ahead_round, commit_round
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance import AcceptanceWatch, DraftRecord
@@ -82,7 +82,7 @@ class Orchestrator:
         self._log: SpanLog | None = None
         self._published: deque[_PublishedPlan] = deque()
         self._rows_with_logprobs: set[int] = set()
-        self._rows_drafted_for: dict[int, int] = {}
+        self._before: RoundPlan | None = None
         self._num_unkept = 0
 
     @property
@@ -156,7 +156,7 @@ class Orchestrator:
             RankFailedError: a rank failed, too.
         """
         self._published.clear()
-        self._rows_drafted_for.clear()
+        self._before = None
         self.scheduler.reset()
         self._ranks.reset()
 
@@ -266,11 +266,10 @@ class Orchestrator:
         if plan is None or self._ahead is None:
             return most_drafting, plan
         num_rows = len(plan.decode_rows)
-        if not self.draft_is_lost:
-            self._rows_drafted_for[plan.round_index] = num_rows
         # A round without drafts has nothing to predict, but for the first tokens behind prompts.
-        guesses = self._ahead.num_guesses(num_rows) if plan.draft_len or not num_rows else 0
-        return None, replace(plan, num_guesses=guesses, redraft_threshold=self._ahead.redraft_threshold(num_rows))
+        asked = (num_rows, plan.draft_len if num_rows else None)
+        guesses = self._ahead.num_guesses(*asked)
+        return None, replace(plan, num_guesses=guesses, redraft_threshold=self._ahead.redraft_threshold(*asked))
 
     def _places_with_logprobs(self, plan: RoundPlan) -> list[int]:
         """Places in the plan's verdict whose rows asked for log probabilities.
@@ -299,21 +298,9 @@ class Orchestrator:
             self.totals.add_warmup_misses(times.warmup_misses)
             if report.is_verdict:
                 return report
-            self._note_draft(report)
-
-    def _note_draft(self, report: RoundReport) -> None:
-        """The draft leader's report, which comes before or after that of the target leader."""
-        self.totals.add_guesses(report.num_guesses, report.times.anticipating)
-        num_rows = self._rows_drafted_for.pop(report.round_index, None)  # None: of a round that was given up
-        if self._ahead is not None and num_rows is not None:
-            self._ahead.record_draft(
-                num_rows,
-                report.num_guesses,
-                report.times.anticipating,
-                report.num_redrafted,
-                report.times.drafting,
-                report.hit_chances,
-            )
+            self.totals.add_guesses(report.num_guesses, times.anticipating)
+            if self._ahead is not None:
+                self._ahead.record_chances(report.hit_chances)
 
     def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowUpdate]:
         seconds = received - max(self._last_verdict, published.published)
@@ -326,11 +313,9 @@ class Orchestrator:
         if self._num_unkept >= _ROUNDS_BETWEEN_KEEPING:
             self._keep_what_was_seen()
         logprobs = dict(zip(published.logprob_places, report.logprobs, strict=True))
-        num_rows = len(published.plan.decode_rows)
-        if self._ahead is not None and num_rows:
-            gained = [max(0, count) for count in report.num_tokens[:num_rows]]
-            of_rows = (gained, report.draft_lens[:num_rows])
-            self._ahead.record_round(num_rows, report.times.verifying, seconds, *of_rows)
+        if self._ahead is not None and published.plan.draft_len and not self._ranks.draft_is_lost:
+            self._ahead.record_round(ahead_round(self._before, published.plan, report, seconds))
+        self._before = published.plan
         results = commit_round(
             self.scheduler,
             published.plan,

@@ -256,13 +256,12 @@ class Worker:
             return self.exchange.conclude(plan, DecidedRound(copied, self._take_times))
         if not self.leads_draft:
             return DoneRound(None)
-        tells_chances = num_guesses and plan.round_index % _ROUNDS_BETWEEN_CHANCES == 0
+        tells_chances = plan.draft_len > 0 and plan.round_index % _ROUNDS_BETWEEN_CHANCES == 0
         chances = self.drafter.hit_chances() if tells_chances and self.drafter is not None else []
         report = ReportArrays(
             plan.round_index,
             self._take_times(),
             num_guesses=num_guesses,
-            num_redrafted=_count_redrafted(draft),
             hit_chances=np.asarray(chances, dtype=np.float32),
         )
         return DoneRound(report)
@@ -331,10 +330,3 @@ def _with_prefill_rows(draft: Draft, num_rows: int) -> Draft:
 
     paths = extended(draft.paths, -1) if draft.paths is not None else None
     return Draft(extended(draft.tokens, 0), extended(draft.draft_lens, 0), paths=paths)
-
-
-def _count_redrafted(draft: Draft | None) -> int:
-    """Rows that were drafted for while the target waited, by a drafter that drafts ahead."""
-    if draft is None or draft.cache_hits is None:
-        return 0
-    return int(np.count_nonzero((draft.draft_lens.numpy() > 0) & (draft.cache_hits.numpy() == 0)))

@@ -38,8 +38,10 @@ from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.pacing import Pacer, first_trial
 from trtrun.speculation.round_costs import RoundCosts, assume_costs
 from trtrun.start.warm_up_rounds import (
+    count_ahead_rounds,
     count_measured_rounds,
     count_practised_rounds,
+    measure_ahead_costs,
     measure_round_costs,
     numbers_of_rows,
     practise_rounds,
@@ -235,15 +237,16 @@ def make_orchestrator(
     has_drafts = config.is_speculative and config.speculation.forced_acceptance is None
     to_check = METHODS[config.speculation.method].to_check
     watch = AcceptanceWatch(config.draft_len, to_check) if has_drafts else None
-    ahead = _ahead_policy(config)
+    ahead = _ahead_policy(config, limits, ranks)
     return Orchestrator(scheduler, ranks, pacer, ahead=ahead, watch=watch, keep=kept.write if kept else None)
 
 
-def count_first_rounds(config: RuntimeConfig, limits: SchedulerLimits) -> tuple[int, int]:
-    """Rounds that `make_orchestrator` runs: those of each kind, for their first uses, and those that are measured, of
-    which there may be fewer."""
+def count_first_rounds(config: RuntimeConfig, limits: SchedulerLimits) -> tuple[int, int, int]:
+    """Rounds that `make_orchestrator` runs: those of each kind, for their first uses; those that are measured, of which
+    there may be fewer; and those of drafting ahead and behind, of which there may be fewer, too."""
     practised = count_practised_rounds(limits) if _uses_gpus(config) else 0
-    return practised, count_measured_rounds(limits) if config.is_paced and _measures_rounds(config) else 0
+    paced = count_measured_rounds(limits) if config.is_paced and _measures_rounds(config) else 0
+    return practised, paced, count_ahead_rounds(limits, _compared_steps(config))
 
 
 def sure_draft_lens(config: RuntimeConfig) -> set[int]:
@@ -293,8 +296,9 @@ def _uses_gpus(config: RuntimeConfig) -> bool:
     return any(kind_of(device) == "cuda" for device in (*config.target.devices, *config.draft_devices))
 
 
-def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
-    """What decides how much is drafted ahead; None where nothing is."""
+def _ahead_policy(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks) -> AheadPolicy | None:
+    """What decides how much is drafted ahead; None where nothing is. Where it is to choose between both ways, some
+    rounds of both are run here."""
     if not config.drafts_ahead:
         return None
     section = config.speculation
@@ -303,7 +307,14 @@ def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
         section.draft_len,
         always_redrafts=section.use_logits,
         always_guesses=section.drafting_ahead == "on",
+        costs=measure_ahead_costs(ranks, limits, _compared_steps(config)),
     )
+
+
+def _compared_steps(config: RuntimeConfig) -> list[int]:
+    """Steps that the start compares with drafting behind verdicts: a head's wait for their first texts."""
+    is_compared = config.drafts_ahead and config.speculation.drafting_ahead == "auto"
+    return _guessed_steps(config) if is_compared and METHODS[config.speculation.method].needs_draft_model else []
 
 
 def _guessed_steps(config: RuntimeConfig) -> list[int]:

@@ -4,7 +4,7 @@ engines as every other, pipelined alike.
 
 Rows are made up, and their block tables are empty, so that what is written goes to the null block; behind the last
 round they are dropped. It knows ranks, plans and a clock. It does not know what follows from the times
-(speculation/pacing.py).
+(speculation/pacing.py, speculation/ahead/policy.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -22,10 +22,14 @@ from trtrun.core.guide import Guide
 from trtrun.core.nouns import FIRST_WARM_UP_ROUND, PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.loading.model_settings import MADE_UP_LENGTH, MADE_UP_ROUNDS
+from trtrun.rounds.commit import ahead_round
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import most_missed_rounds
+from trtrun.speculation.ahead.ahead_costs import AheadCosts, AheadRound, costs_of
+from trtrun.speculation.ahead.policy import FIRST_GUESSES_PER_ROW, enough_guesses
 from trtrun.speculation.round_costs import RoundCosts
+from trtrun.wire.reports import RoundReport
 
 _NUM_TIMED = MADE_UP_ROUNDS - 1
 """Rounds of a kind that count, at most; the first of each, which may be the first use of something, does not."""
@@ -33,6 +37,9 @@ _NUM_TIMED = MADE_UP_ROUNDS - 1
 _MOST_SECONDS = 0.5
 """That measuring takes, on two cores a second of the processor: no kind of round is begun that would not be done by
 then."""
+
+_MOST_AHEAD_SECONDS = 1.0
+"""The same of rounds that are drafted ahead, of which there are more kinds."""
 
 _SAMPLING = SamplingParams(seed=0)
 _GUIDE = Guide("regex", "[a-z]*")
@@ -104,6 +111,56 @@ def measure_round_costs(
     return RoundCosts(whole) if whole else None
 
 
+def measure_ahead_costs(
+    ranks: EngineRanks,
+    limits: SchedulerLimits,
+    steps: Sequence[int],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, AheadCosts]:
+    """Run rounds of one row, of the most, and of numbers between, whose drafts are made behind the verdict and ahead of
+    it, as far as there is time.
+
+    Args:
+        ranks: all up, with no plan out and no row admitted.
+        limits: of the batch, the context, and of what is drafted.
+        steps: numbers of guesses that rounds may have.
+        clock: seconds.
+
+    Returns:
+        What they took, by number of rows; nothing where contexts are too short to try, or rounds take too long.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    kinds = _ahead_kinds(limits, steps)
+    if not kinds:
+        return {}
+    rounds = _WarmUpRounds(ranks, limits, _row_length(limits, 1 + _NUM_TIMED), clock)
+    measured: dict[int, list[AheadRound]] = {}
+    ends, longest = clock() + _MOST_AHEAD_SECONDS, 0.0
+    with ranks.stepping():
+        for rows, num_guesses in kinds:
+            if clock() + (1 + _NUM_TIMED) * longest > ends:
+                continue
+            took = rounds.measure_ahead(rows, num_guesses)
+            measured.setdefault(rows, []).extend(took)
+            longest = max([longest, *(one.seconds for one in took)])
+        rounds.drop_rows()
+    found = {rows: costs_of(of_rows) for rows, of_rows in sorted(measured.items())}
+    return {rows: costs for rows, costs in found.items() if costs is not None}
+
+
+def _ahead_kinds(limits: SchedulerLimits, steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Numbers of rows, and of guesses: of each number of rows first those that are compared first."""
+    if not steps or not _measured_lens(limits):
+        return []
+    kinds = []
+    for rows in _measured_rows(limits):
+        counts = sorted(enough_guesses(steps, rows), key=lambda step: abs(step - rows * FIRST_GUESSES_PER_ROW))
+        kinds += [(place, rows, num_guesses) for place, num_guesses in enumerate((0, *counts))]
+    return [(rows, num_guesses) for _, rows, num_guesses in sorted(kinds, key=lambda kind: kind[0])]
+
+
 def _is_whole(of_rows: Mapping[int, float]) -> bool:
     """Whether rounds of a number of rows were measured with drafts and without."""
     return 0 in of_rows and len(of_rows) > 1
@@ -141,6 +198,11 @@ def count_practised_rounds(limits: SchedulerLimits) -> int:
     beside = _has_prompt(limits, _row_length(limits, len(lens)))
     of_kinds = len(_PRACTISED) * len(lens) * (2 if beside else 1)
     return of_kinds + 1 + 3 * len(_late_rows(limits)) if lens else 0
+
+
+def count_ahead_rounds(limits: SchedulerLimits, steps: Sequence[int]) -> int:
+    """Rounds that `measure_ahead_costs` runs, but for the one that drops rows: at most, as `count_measured_rounds`."""
+    return len(_ahead_kinds(limits, steps)) * (1 + _NUM_TIMED)
 
 
 def count_measured_rounds(limits: SchedulerLimits) -> int:
@@ -219,18 +281,31 @@ class _WarmUpRounds:
 
     def measure(self, rows: int, draft_len: int, num_timed: int) -> float:
         """The median seconds of `num_timed` rounds of `rows` rows that draft `draft_len` tokens each."""
-        total, published, times = 1 + num_timed, deque[float](), list[float]()
+        return statistics.median_low(took for _, _, took in self._run(rows, draft_len, 1 + num_timed)[1:])
+
+    def measure_ahead(self, rows: int, num_guesses: int) -> list[AheadRound]:
+        """Rounds of `rows` rows with whole drafts, in which so many verdicts are guessed, and whoever missed is drafted
+        for again."""
+        ran = self._run(rows, self._limits.draft_len, 1 + _NUM_TIMED, num_guesses)
+        return [ahead_round(before, plan, report, took) for (before, _, _), (plan, report, took) in pairwise(ran)]
+
+    def _run(
+        self, rows: int, draft_len: int, count: int, num_guesses: int = 0
+    ) -> list[tuple[RoundPlan, RoundReport, float]]:
+        """Run so many rounds of a kind; of each its plan, the report of its verdict, and its seconds."""
+        published, ran = deque[tuple[RoundPlan, float]](), list[tuple[RoundPlan, RoundReport, float]]()
         last, num_published = 0.0, 0
-        while len(times) < total:
-            while num_published < total and len(published) <= self._limits.plans_ahead:
-                self._ranks.publish(self._plan(rows, draft_len, num_published))
-                published.append(self._clock())
+        while len(ran) < count:
+            while num_published < count and len(published) <= self._limits.plans_ahead:
+                plan = replace(self._plan(rows, draft_len, num_published), num_guesses=num_guesses)
+                self._ranks.publish(plan)
+                published.append((plan, self._clock()))
                 num_published += 1
-            self._await_verdict()
-            received = self._clock()
-            times.append(received - max(last, published.popleft()))
+            report, received = self._await_verdict(), self._clock()
+            plan, began = published.popleft()
+            ran.append((plan, report, received - max(last, began)))
             last = received
-        return statistics.median_low(times[1:])
+        return ran
 
     def practise_longest_prompt(self) -> None:
         """One that fills a round. After it the allocator has the memory of such a round, and sums over ranks have their
@@ -287,9 +362,10 @@ class _WarmUpRounds:
         self._ranks.publish(replace(_NOTHING, round_index=self._index(), dropped_rows=tuple(range(self._num_admitted))))
         self._await_verdict()
 
-    def _await_verdict(self) -> None:
-        while not self._ranks.collect().is_verdict:
+    def _await_verdict(self) -> RoundReport:
+        while not (report := self._ranks.collect()).is_verdict:
             pass  # the draft leader's, which tells its times
+        return report
 
     def _index(self) -> int:
         self._last_index += 1

@@ -44,7 +44,6 @@ class _ReportHeader(NamedTuple):
     logits_rows: int
     prompt_logits: int
     num_guesses: int
-    num_redrafted: int
     hit_chances: int
     captures: int
     compilations: int
@@ -55,7 +54,7 @@ class _ReportHeader(NamedTuple):
     guiding: float
 
 
-_REPORT_HEADER = struct.Struct("<16q5d")
+_REPORT_HEADER = struct.Struct("<15q5d")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ class RoundReport:
         cache_hits: one a sampled row: whether its draft was made before the verdict that it follows.
         num_suffix_tokens: one a sampled row: how many of its first draft tokens were found in texts, beside a model.
         num_guesses: drafts that a draft leader of its own made ahead.
-        num_redrafted: rows that it drafted for while the target waited.
         hit_chances: how likely a verdict is among one row's guesses, by their number from 1 on; empty in most rounds.
         prompt_ids: [positions, 1 + alternatives] int64 of the plan's scored positions, in order: the prompt's token
             behind each, then the most likely ones; empty where there are none.
@@ -114,7 +112,6 @@ class RoundReport:
     cache_hits: list[bool] = field(default_factory=list)
     num_suffix_tokens: list[int] = field(default_factory=list)
     num_guesses: int = 0
-    num_redrafted: int = 0
     hit_chances: list[float] = field(default_factory=list)
     prompt_ids: np.ndarray = field(default_factory=lambda: _no_rows(2), compare=False)
     prompt_values: np.ndarray = field(default_factory=lambda: _no_rows(2), compare=False)
@@ -151,7 +148,6 @@ class ReportArrays:
     cache_hits: np.ndarray = field(default_factory=lambda: _no_rows(1))
     num_suffix_tokens: np.ndarray = field(default_factory=lambda: _no_rows(1))
     num_guesses: int = 0
-    num_redrafted: int = 0
     hit_chances: np.ndarray = field(default_factory=lambda: _no_rows(1))
     prompt_ids: np.ndarray = field(default_factory=lambda: _no_rows(2))
     prompt_values: np.ndarray = field(default_factory=lambda: _no_rows(2))
@@ -177,7 +173,6 @@ class ReportArrays:
             logits_rows=len(self.logits),
             prompt_logits=len(self.prompt_logits),
             num_guesses=self.num_guesses,
-            num_redrafted=self.num_redrafted,
             hit_chances=len(self.hit_chances),
             captures=self.times.warmup_misses.captures,
             compilations=self.times.warmup_misses.compilations,
@@ -223,7 +218,6 @@ class ReportArrays:
             cache_hits=list(map(bool, self.cache_hits.tolist())) or [False] * len(num_tokens),
             num_suffix_tokens=self.num_suffix_tokens.tolist() or [0] * len(num_tokens),
             num_guesses=self.num_guesses,
-            num_redrafted=self.num_redrafted,
             hit_chances=self.hit_chances.astype(np.float32).tolist(),
             prompt_ids=self.prompt_ids,
             prompt_values=self.prompt_values,
@@ -272,7 +266,6 @@ def decode_report(payload: bytes) -> RoundReport:
         cache_hits=list(map(bool, cache_hits)),
         num_suffix_tokens=found,
         num_guesses=header.num_guesses,
-        num_redrafted=header.num_redrafted,
         hit_chances=list(struct.unpack_from(f"<{num_chances}f", payload, len(payload) - 4 * num_chances)),
         prompt_ids=prompt_ids.reshape(of_prompts),
         prompt_values=prompt_values.reshape(of_prompts),

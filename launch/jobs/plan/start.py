@@ -62,6 +62,7 @@ COMPILED = Measured(_between(2, (COLD,)), f"{PAIR}, {NUM_PROCESSES} processes")
 LARGEST_ROUND = Measured(_between(3, (COLD,)), PAIR)
 KINDS_OF_ROUNDS = Measured(_between(5), PAIR)
 MEASURED_ROUNDS = Measured((0.1, 0.6), "the start's rounds in `Pacing`: none is begun that would not be done in 0.5 s")
+MEASURED_AHEAD = Measured((0.1, 1.1), "as measured rounds are: none is begun that would not be done in 1 s")
 
 _GRAPHS = _between(4)
 
@@ -261,9 +262,12 @@ def _rounds(memory: JobMemory, starts: RankStarts) -> Iterator[StartPhase]:
     config, draft = memory.config, memory.draft
     draft_context = draft.model.max_position_embeddings if draft is not None else None
     limits = SchedulerLimits.of(config, memory.context, draft_context, _LEAST_BLOCKS)
-    practised, paced = count_first_rounds(config, limits)
+    practised, paced, ahead = count_first_rounds(config, limits)
     if practised:
         yield _estimate("rounds of each kind", f"{practised}, for their first use", KINDS_OF_ROUNDS)
+    if ahead:
+        work = f"up to {ahead}, for what drafting ahead gains (speculation.ahead)"
+        yield _estimate("rounds drafted ahead", work, MEASURED_AHEAD)
     if not paced:
         return
     kinds = starts.device_kinds()

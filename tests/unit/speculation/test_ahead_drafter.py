@@ -62,7 +62,7 @@ def test_what_was_foreseen_is_what_would_be_drafted_now(
     model: CausalLM, block_size: int, draft_len: int, use_logits: bool, kinds: list[dict[str, Any]]
 ) -> None:
     rounds = AheadRounds(model, seed=draft_len, block_size=block_size, draft_len=draft_len, use_logits=use_logits)
-    add_requests(rounds, kinds, 5, most=24)
+    add_requests(rounds, kinds, 5, most=30)
     rounds.run()
     assert rounds.seen["foreseen"] >= 10 and rounds.seen["missed"] > 3 and rounds.seen["redrafted"] > 3, rounds.seen
     assert rounds.seen["hit all"] and rounds.seen["hit none"], rounds.seen

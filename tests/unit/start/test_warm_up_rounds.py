@@ -57,7 +57,7 @@ def test_rounds_of_every_kind_are_practised_and_leave_nothing(
     with make_llm(target, draft, **settings) as llm:
         config = configuration(target, draft, **settings)
         limits = SchedulerLimits.of(config, 2048, 2048 if draft else None, 9)
-        assert count_first_rounds(config, limits) == (len(plans) - 1, 0), "the last plan drops rows"
+        assert count_first_rounds(config, limits) == (len(plans) - 1, 0, 0), "the last plan drops rows"
         drafted = 0 if name == "none" else 3
         kinds = [admission.sampling for plan in plans for admission in plan.admissions if admission.row == 0]
         assert len({(kind.temperature, kind.top_k, kind.top_p) for kind in kinds}) == 3, "greedy, sampled, cut"
@@ -108,5 +108,5 @@ def test_rounds_that_are_measured_are_counted_before(
     with make_llm(target, draft, **settings):
         config = configuration(target, draft, **settings)
         limits = SchedulerLimits.of(config, 2048, 2048, 9)
-        assert count_first_rounds(config, limits) == (0, len(plans) - 1)
+        assert count_first_rounds(config, limits) == (0, len(plans) - 1, 0)
     assert {len(plan.decode_rows) for plan in plans[:-1]} == ({1, 4, 9} if max_rows > 1 else {1})

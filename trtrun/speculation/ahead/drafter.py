@@ -22,7 +22,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from trtrun.configuration.drafting.speculation_section import HybridOptions
-from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.core.nouns import FIRST_WARM_UP_ROUND, Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.ahead.chains import Chains, MaskedChains
 from trtrun.speculation.ahead.guessing import Guesser
@@ -211,11 +211,12 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         if self._host_texts is not None:
             self._host_texts.learn(plan.sampled_rows, gained)
         self._hits.clear()
+        counts_for_guesses = plan.round_index < FIRST_WARM_UP_ROUND  # rows before the first request are made up
         for row, tokens in zip(plan.sampled_rows, gained, strict=True):
             text = self._texts.get(row)
             if text is not None and tokens:
                 self._given.learn(row, text.length, tokens)
-                self._learn_row(row, text, len(tokens) - 1, tokens[-1])
+                self._learn_row(row, text, len(tokens) - 1, tokens[-1], counts_for_guesses)
 
     def _write_history(self, rows: Sequence[int], gained: Sequence[Sequence[int]]) -> None:
         """Put what rows gained, or may gain, behind their tokens on the device, where their penalties or bans look at
@@ -243,7 +244,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def close(self) -> None:
         self._engine.close()
 
-    def _learn_row(self, row: int, text: RowText, num_accepted: int, token: int) -> None:
+    def _learn_row(self, row: int, text: RowText, num_accepted: int, token: int, counts_for_guesses: bool) -> None:
         drafted = len(text.draft)
         candidates = text.ranked[num_accepted] if num_accepted < len(text.ranked) else None
         text.advance(num_accepted, token)
@@ -253,10 +254,12 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             return
         self._probs.pop(row, None)
         # Of a draft that is not the model's only the verdict on all of it has candidates: it would count, and no other.
-        if candidates and row not in self._has_given:
-            self._candidate_budget.record(
-                drafted, num_accepted, candidates.index(token) if token in candidates else None
-            )
+        if counts_for_guesses and row not in self._has_given:
+            if candidates:
+                rank = candidates.index(token) if token in candidates else None
+                self._candidate_budget.record(drafted, num_accepted, rank)
+            elif drafted and not self._guesses.listed:  # all of a draft behind which nothing was to be guessed
+                self._candidate_budget.record_acceptance(drafted, num_accepted)
         if (index := self._guesses.find(row, num_accepted, token)) is not None:
             self._hits[row] = index
 

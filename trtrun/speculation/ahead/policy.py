@@ -1,9 +1,9 @@
 """How much is drafted ahead in a round, for which verdicts, and when a fresh draft is worth waiting for.
 
-The policy answers two questions in tokens a second, by measured times. How many verdicts to guess: more are right more
-often, but the target waits where the draft ranks are done after it; none at all where a fresh draft in each round gains
-more, as where a verification is short beside what guesses take. And how many rows must have missed until a fresh draft
-for them, which all rows wait for, gains more tokens than the wait costs.
+The policy answers two questions in tokens a second, by what whole rounds took (ahead_costs.py). How many verdicts to
+guess: more are right more often, but the target waits where the draft ranks are done after it; none at all where a
+fresh draft in each round gains more, as where a verification is short beside what guesses take. And how many rows must
+have missed until a fresh draft for them, which all rows wait for, gains more tokens than the wait costs.
 
 The fan-out deals the guesses. The verdict on a draft of k tokens is a position (how many of them are accepted, 0 to k)
 and the token that follows. The draft's own candidates for that token are in order of likelihood, so a guess is a
@@ -18,11 +18,13 @@ All of it is numbers: no tokens, clocks or devices.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
+
+from trtrun.speculation.ahead.ahead_costs import AheadCosts, AheadLoad, AheadRound, costs_between
 
 MOST_RANKS = 8
 """Candidates that are kept of each place."""
@@ -60,9 +62,7 @@ class CandidateBudget:
             accepted: of them, kept.
             rank: of the token that followed, among the candidates of its place; None where it was not there.
         """
-        for place in range(min(accepted + 1, drafted)):
-            self._offered[place] = self._offered[place] * _OUTCOME_MEMORY + 1
-            self._accepted[place] = self._accepted[place] * _OUTCOME_MEMORY + (place < accepted)
+        self.record_acceptance(drafted, accepted)
         whole = accepted == drafted
         counts = self._ranks[whole]
         for place in range(MOST_RANKS):
@@ -70,6 +70,12 @@ class CandidateBudget:
         self._seen[whole] = self._seen[whole] * _OUTCOME_MEMORY + 1
         if rank is not None and rank < MOST_RANKS:
             counts[rank] += 1
+
+    def record_acceptance(self, drafted: int, accepted: int) -> None:
+        """Count one verdict of whose place no candidates are known."""
+        for place in range(min(accepted + 1, drafted)):
+            self._offered[place] = self._offered[place] * _OUTCOME_MEMORY + 1
+            self._accepted[place] = self._accepted[place] * _OUTCOME_MEMORY + (place < accepted)
 
     def chances(self, drafted: int) -> list[float]:
         """How likely each number of accepted tokens is for a draft of `drafted` tokens: 0 to `drafted`."""
@@ -145,198 +151,195 @@ class GuessSpace:
 NEVER = 1 << 30
 """More rows than any round has."""
 
-_NUM_SAMPLES = 9
-_SHARE_OF_VERIFYING = 0.9
-"""Share of the time of a verification that drafting ahead may take before the target waits: verdict and draft travel.
-As much of what a fresh draft in each round takes is drafting."""
-
-_FEWEST_SAMPLES = 4
-"""Before that a number of guesses, or a fresh draft, is still being tried: the first time, kernels are made."""
-
 _ROUNDS_TO_RETRY = 100
 """After so many rounds what was found too slow is tried once more: something else may have run when it was. A number of
 guesses is tried after as many times more as it was slower."""
 
-_FIRST_GUESSES_PER_ROW = 4
+_PRIOR_HITS, _USUAL, _HOPED = 4.0, 1.25, 1.6
+"""As many hits are taken for seen at first as `_USUAL` times what is expected, as the rough figures are those of a poor
+draft; and until a round has shown it, `_HOPED` times are hoped for, as a look costs a round."""
+
+_SUREST = 0.98
+"""How likely a hit is taken to be, at most."""
+
+FIRST_GUESSES_PER_ROW = 4
 _MEMORY = 0.9
 
 
-def _samples() -> deque[float]:
-    return deque(maxlen=_NUM_SAMPLES)
-
-
-@dataclass
-class _Load:
-    """What is known of rounds with about the same number of rows. Times are seconds.
-
-    Attributes:
-        rounds: how many numbers of guesses were asked for.
-        last_tried: of each number of guesses, in which of these rounds.
-        verifying: of verifications.
-        anticipating: of drafting ahead, by the number of guesses that was chosen.
-        redrafting: of fresh drafts, for each row and as a whole.
-        rounds_without_redraft: for how many rounds fresh drafts were found not to be worth their wait.
-        always_redrafts: whether nothing is guessed, as each round is better off with a fresh draft.
-    """
-
-    rounds: int = 0
-    last_tried: dict[int, int] = field(default_factory=dict)
-    verifying: deque[float] = field(default_factory=_samples)
-    anticipating: dict[int, deque[float]] = field(default_factory=dict)
-    redrafting: deque[float] = field(default_factory=_samples)
-    rounds_without_redraft: int = 0
-    always_redrafts: bool = False
-
-    def known_anticipating(self) -> dict[int, float]:
-        """Seconds by guesses, where there are samples enough; the longest one is left out."""
-        return {
-            count: _typical(samples) for count, samples in self.anticipating.items() if len(samples) >= _FEWEST_SAMPLES
-        }
+def enough_guesses(steps: Sequence[int], num_rows: int) -> list[int]:
+    """Of `steps`, ascending, those that leave each row a guess; the last where none does."""
+    return [step for step in steps if step >= num_rows] or [steps[-1]]
 
 
 class AheadPolicy:
     """The orchestrator's, for one job."""
 
     def __init__(
-        self, steps: Sequence[int], draft_len: int, *, always_redrafts: bool, always_guesses: bool = False
+        self,
+        steps: Sequence[int],
+        draft_len: int,
+        *,
+        always_redrafts: bool,
+        always_guesses: bool = False,
+        costs: Mapping[int, AheadCosts] | None = None,
     ) -> None:
-        """Start without knowledge.
+        """Start with what is known of rounds.
 
         Args:
             steps: numbers of guesses to choose from, ascending; none where nothing is drafted ahead.
             draft_len: tokens of a draft, at most.
             always_redrafts: whether rows that miss are always drafted again.
             always_guesses: whether verdicts are guessed where a fresh draft in each round gains more, too.
+            costs: by number of rows, what the start measured of rounds of `draft_len` tokens; else all of it is
+                learned on the way.
         """
         most_guesses = max(steps, default=0)
         self._steps = tuple(steps)
         self._most = most_guesses
+        self._draft_len = draft_len
         self._always = always_redrafts or not most_guesses
         self._always_guesses = always_guesses
-        self._loads: dict[int, _Load] = {}
-        self._tokens_per_second = 0.0
+        self._costs = costs or {}
+        self._loads: dict[tuple[int, int], AheadLoad] = {}
+        self._guesses: tuple[int | None, int | None] = None, None  # of the last plan, and of the one before
         self._tokens_with_draft = 0.0
+        self._has_looked = False
+        self._num_hits, self._expected_hits = _USUAL * _PRIOR_HITS, _PRIOR_HITS
         self._hit_chances: Sequence[float] = CandidateBudget(draft_len).hit_chances(draft_len)
 
-    def num_guesses(self, num_rows: int) -> int:
-        """Verdicts to guess in a round in which `num_rows` rows decode; prompts may end in one without any."""
-        if not self._steps:
-            return 0
-        load = self._load(max(1, num_rows))
-        chosen = self._choose(load, max(1, num_rows))
-        load.always_redrafts = not chosen
-        load.rounds += 1
-        load.last_tried[chosen] = load.rounds
+    def num_guesses(self, num_rows: int, draft_len: int | None = None) -> int:
+        """Verdicts to guess in a round in which `num_rows` rows decode and up to `draft_len` tokens of each are
+        drafted, as many as there may be where it is left out; prompts may end in one without any row."""
+        chosen = 0
+        if self._steps and draft_len != 0:
+            load = self._load(max(1, num_rows), draft_len)
+            chosen = self._choose(load, max(1, num_rows))
+            load.rounds += 1
+            load.last_tried[chosen] = load.rounds
+        self._guesses = chosen, self._guesses[0]
         return chosen
 
-    def _choose(self, load: _Load, num_rows: int) -> int:
+    def _choose(self, load: AheadLoad, num_rows: int) -> int:
         """The number of guesses that gives most tokens a second, as far as is known."""
-        known = load.known_anticipating()
-        enough = [step for step in self._steps if step >= num_rows] or [self._most]
-        first = next((step for step in enough if step >= num_rows * _FIRST_GUESSES_PER_ROW), enough[-1])
-        if not known or not load.verifying:
+        known = load.ahead()
+        enough = enough_guesses(self._steps, num_rows)
+        first = next((step for step in enough if step >= num_rows * FIRST_GUESSES_PER_ROW), enough[-1])
+        if not known.keys() & set(enough):
             return first
         # What nothing is known of is tried where it might be best, one step at a time.
         near = {at + beside for at, step in enumerate(enough) if step in known for beside in (-1, 0, 1)}
-        verifying = statistics.median(load.verifying)
-        redrafting = _typical(load.redrafting) / _SHARE_OF_VERIFYING if len(load.redrafting) >= _FEWEST_SAMPLES else 0.0
-        seconds_of, rates = {}, {}
+        redrafting, beside = load.redrafting(), load.beside()
+        shortest = statistics.median(load.verifying) if load.verifying else min(known.values())
+        seconds_of, rates, at_best = {}, {}, {}
         for at in sorted(near & set(range(len(enough)))):
             step = enough[at]
-            seconds = known.get(step, max((known[less] for less in enough[:at] if less in known), default=0.0))
-            seconds_of[step] = max(verifying, seconds / _SHARE_OF_VERIFYING)
-            rates[step] = self._gain(step, num_rows) / seconds_of[step]
-            if redrafting:  # for whoever missed, whom all wait for
-                missing = 1 - self._chance(step, num_rows) ** num_rows
-                rates[step] = max(rates[step], self._tokens_with_draft / (seconds_of[step] + missing * redrafting))
-        if redrafting and rates and not self._always_guesses:
-            seconds_of[0] = verifying + redrafting
-            rates[0] = self._tokens_with_draft / seconds_of[0]
+            # One that is not known takes as long as fewer do, at least.
+            seconds_of[step] = known.get(step, max((known[less] for less in enough[:at] if less in known), default=0.0))
+            seconds_of[step] = max(seconds_of[step], shortest)
+            rates[step] = self._rate(step, num_rows, seconds_of[step], redrafting)
+            at_best[step] = self._rate(step, num_rows, shortest, redrafting)
+        if beside and not self._always_guesses:
+            seconds_of[0], rates[0] = beside, self._with_draft / beside
+            at_best[0] = self._with_draft / (shortest + redrafting)
         best = max(rates, key=rates.__getitem__, default=first)
         for step, seconds in seconds_of.items():
-            could_be_better = step > 0 and self._gain(step, num_rows) / verifying > rates[best]
-            due = load.last_tried.get(step, load.rounds) + _ROUNDS_TO_RETRY * seconds / seconds_of[best]
-            if could_be_better and load.rounds >= due:
+            due = load.last_tried.get(step, 0) + _ROUNDS_TO_RETRY * seconds / seconds_of[best]
+            is_due = load.rounds >= max(due, load.last_retry + _ROUNDS_TO_RETRY)
+            if step != best and at_best[step] > rates[best] and is_due:
+                load.last_retry = load.rounds
                 return step
         return best
 
-    def _gain(self, num_guesses: int, num_rows: int) -> float:
-        """Tokens that a row gains in a round, where so many guesses are made for all rows and none is drafted again."""
-        return 1 + self._chance(num_guesses, num_rows) * max(0.01, self._tokens_with_draft - 1)
+    def _rate(self, num_guesses: int, num_rows: int, seconds: float, redrafting: float) -> float:
+        """Tokens that a row gains in a second where so many guesses are made for all rows, and rounds take `seconds`
+        without a fresh draft: none is made, one whenever a row misses, or as `redraft_threshold` would say."""
+        chance, gain = self._chance(num_guesses, num_rows), self._with_draft - 1
+        never = (1 + chance * gain) / seconds
+        if not redrafting:
+            return never
+        always = (1 + gain) / (seconds + (1 - chance**num_rows) * redrafting)
+        if self._always:
+            return always
+        worth_it = redrafting * num_rows * max(never, always) / gain
+        if not 1 < worth_it < num_rows:
+            return max(never, always)
+        is_redrafted, lacking = _misses(chance, num_rows, worth_it)
+        return max(never, always, (1 + (1 - lacking) * gain) / (seconds + is_redrafted * redrafting))
+
+    @property
+    def _with_draft(self) -> float:
+        """Tokens of a row that has a draft, more than 1: a little where drafts gain nothing, and half of what they may
+        where nothing is known."""
+        return max(1.01, self._tokens_with_draft or 1 + self._draft_len / 2)
 
     def _chance(self, num_guesses: int, num_rows: int) -> float:
         """How likely a row's verdict is among so many guesses for all rows."""
         if num_guesses < num_rows:
-            return self._hit_chances[0] * num_guesses / num_rows
-        return self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
+            told = self._hit_chances[0] * num_guesses / num_rows
+        else:
+            told = self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
+        ratio = self._num_hits / self._expected_hits if self._has_looked else _HOPED
+        return min(_SUREST, told * ratio)
 
-    def redraft_threshold(self, num_rows: int) -> int:
-        """Rows without a draft from which on a fresh one is worth its wait; asked once a round."""
-        load = self._load(num_rows)
-        if (
-            self._always
-            or load.always_redrafts
-            or len(load.redrafting) < _FEWEST_SAMPLES
-            or not self._tokens_per_second
-        ):
+    def redraft_threshold(self, num_rows: int, draft_len: int | None = None) -> int:
+        """Rows without a draft from which on a fresh one is worth its wait; asked once a round, behind
+        `num_guesses`."""
+        load = self._load(max(1, num_rows), draft_len)
+        if self._always or self._guesses[1] == 0:
             return 1
-        lost = _typical(load.redrafting) * self._tokens_per_second
-        gained = max(0.01, self._tokens_with_draft - 1)
-        needed = lost / gained
+        redrafting = load.redrafting()
+        if not redrafting or not load.tokens_per_second:
+            return NEVER if load.lacks_ready() else 1
+        needed = redrafting * load.tokens_per_second / (self._with_draft - 1)
         if needed <= num_rows:
             return max(1, round(needed + 0.5))
         # Nothing is learned of drafts that are never made, so one is made again now and then.
         load.rounds_without_redraft += 1
         return NEVER if load.rounds_without_redraft % _ROUNDS_TO_RETRY else 1
 
-    def record_draft(
-        self,
-        num_rows: int,
-        num_guesses: int,
-        anticipating: float,
-        num_redrafted: int,
-        drafting: float,
-        hit_chances: Sequence[float] = (),
-    ) -> None:
-        """Take in the draft leader's report of a round with `num_rows` decode rows; times are seconds, and
-        `hit_chances` what `CandidateBudget.hit_chances` gives of a whole draft, where they are told."""
-        if hit_chances:
+    def record_chances(self, hit_chances: Sequence[float]) -> None:
+        """Take in what `CandidateBudget.hit_chances` gives of a whole draft; nothing where it is not told."""
+        if hit_chances and self._steps:
             self._hit_chances = hit_chances
-        load = self._load(num_rows)
-        if num_guesses and anticipating > 0:
-            step = next((step for step in self._steps if step >= num_guesses), self._most)
-            load.anticipating.setdefault(step, _samples()).append(anticipating)
-        if num_redrafted and drafting > 0:
-            load.redrafting.append(drafting)
+            self._num_hits = self._expected_hits = _PRIOR_HITS
 
-    def record_round(
-        self, num_rows: int, verifying: float, seconds: float, num_tokens: list[int], draft_lens: list[int]
-    ) -> None:
-        """Take in a round's result.
-
-        Args:
-            num_rows: rows that decoded.
-            verifying: seconds of the target's forward.
-            seconds: of the whole round.
-            num_tokens: that each of these rows gained.
-            draft_lens: tokens verified of each.
-        """
-        if verifying > 0:
-            self._load(num_rows).verifying.append(verifying)
-        if seconds > 0:
-            self._tokens_per_second = _blend(self._tokens_per_second, sum(num_tokens) / seconds)
-        with_draft = [count for count, length in zip(num_tokens, draft_lens, strict=True) if length > 0]
+    def record_round(self, finished: AheadRound) -> None:
+        """Take in a round's result."""
+        load = self._load(finished.num_rows, finished.draft_len)
+        load.record(finished)
+        if finished.num_guesses:
+            self._has_looked = True
+            self._expected_hits += finished.num_rows * self._chance(finished.num_guesses, finished.num_rows)
+            self._num_hits += finished.num_hits
+        if finished.num_guesses is not None and finished.seconds > 0:
+            rate = sum(finished.num_tokens) / finished.seconds
+            load.tokens_per_second = _blend(load.tokens_per_second, rate)
+        of_rows = zip(finished.num_tokens, finished.draft_lens, strict=True)
+        with_draft = [count for count, length in of_rows if length > 0]
         if with_draft:
             self._tokens_with_draft = _blend(self._tokens_with_draft, statistics.fmean(with_draft))
 
-    def _load(self, num_rows: int) -> _Load:
-        """The load of so many rows, to a power of two."""
-        return self._loads.setdefault(1 << max(0, num_rows - 1).bit_length(), _Load())
+    def _load(self, num_rows: int, draft_len: int | None) -> AheadLoad:
+        """The load of so many rows, to a power of two, and of a draft_len, the longest where it is left out."""
+        rows, length = 1 << max(0, num_rows - 1).bit_length(), draft_len or self._draft_len
+        load = self._loads.get((rows, length))
+        if load is None:
+            load = self._loads[rows, length] = AheadLoad()
+            costs = costs_between(self._costs, rows)
+            if costs is not None:
+                load.begin_with(costs if length == self._draft_len else costs.of_shorter(length / self._draft_len))
+        return load
 
 
-def _typical(samples: deque[float]) -> float:
-    """The median of two samples or more without the longest, in which kernels may have been made."""
-    return statistics.median(sorted(samples)[:-1])
+def _misses(chance: float, num_rows: int, threshold: float) -> tuple[float, float]:
+    """Of rounds of rows that each hit with `chance`: how likely `threshold` of them miss, at least, and which share of
+    rows misses in rounds of fewer, on average over all rounds. By the normal distribution."""
+    mean = num_rows * (1 - chance)
+    deviation = math.sqrt(mean * chance) or 1e-9
+    place = (threshold - mean) / deviation
+    fewer = 0.5 * math.erfc(-place / math.sqrt(2))
+    density = math.exp(-place * place / 2) / math.sqrt(2 * math.pi)
+    return 1 - fewer, max(0.0, mean * fewer - deviation * density) / num_rows
 
 
 def _blend(old: float, new: float) -> float:
