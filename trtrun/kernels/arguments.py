@@ -38,6 +38,23 @@ Activations = torch.Tensor | RoundedRows
 """What a linear layer may be given: RoundedRows only where it says that it takes them, rounded as it says."""
 
 
+class ExpertSums(NamedTuple):
+    """What chosen experts made of tokens, not added up yet: a token's sum is that of made * shares, in the order of its
+    experts, in float32, and then rounded.
+
+    Attributes:
+        made: [tokens, chosen, hidden], contiguous.
+        shares: [tokens, chosen] float32, contiguous.
+    """
+
+    made: torch.Tensor
+    shares: torch.Tensor
+
+
+Delta = torch.Tensor | ExpertSums
+"""What is left to add to the residual stream: [tokens, hidden], or sums that are made on the way."""
+
+
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
 """What gates go through, before factors are multiplied with: x * sigmoid(x), or GELU's approximation by tanh
 (arXiv:1606.08415), which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)); or sigmoid(x).

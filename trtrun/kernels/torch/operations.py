@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, RoundedRows, Rounding
+from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, Delta, ExpertSums, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
 from trtrun.kernels.torch.experts import (
@@ -23,6 +23,7 @@ from trtrun.kernels.torch.experts import (
     ExpertWeights,
     HostExperts,
     MaskedExperts,
+    add_up,
     choose_experts,
 )
 from trtrun.kernels.torch.fp4 import TorchExpertMatmul
@@ -98,13 +99,13 @@ class TorchOperations:
         return None
 
     def normalise(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: Delta | None = None
     ) -> torch.Tensor:
         """RMSNorm of x [rows, size] with weight [size], or of x [rows, parts, size] with weight [parts, size]; where
-        `delta` [rows, size] is given, x [rows, size] becomes x + delta first, in place. A weight in float32 beside x in
-        half precision is multiplied with before the result is rounded, others behind that."""
+        `delta` is given, of [rows, size], x [rows, size] becomes x + delta first, in place. A weight in float32 beside
+        x in half precision is multiplied with before the result is rounded, others behind that."""
         if delta is not None:
-            x += delta
+            x += self.added_up(delta)
         # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
         # models' own code, so it is not handed to F.rms_norm.
         if weight.dtype == x.dtype:
@@ -112,10 +113,14 @@ class TorchOperations:
         return functional.rms_norm(x.float(), weight.shape[-1:], None, epsilon).mul_(weight).to(x.dtype)
 
     def normalise_rounded(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None, rounding: Rounding
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: Delta | None, rounding: Rounding
     ) -> RoundedRows:
         """Normalise as `normalise`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
+
+    def added_up(self, delta: Delta) -> torch.Tensor:
+        """[rows, size]: what is added to the residual stream, for who cannot add it up on the way."""
+        return add_up(delta) if isinstance(delta, ExpertSums) else delta
 
     def square_sums(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of squares of each row of x [rows, size], whose numbers lie one behind the other, [rows] float32; a

@@ -13,9 +13,20 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, GROUP, SWIGLU_SLOPE, Activation, RoundedRows, Rounding
+from trtrun.kernels.arguments import (
+    GELU_CUBIC,
+    GELU_LINEAR,
+    GROUP,
+    SWIGLU_SLOPE,
+    Activation,
+    Delta,
+    ExpertSums,
+    RoundedRows,
+    Rounding,
+)
 from trtrun.kernels.torch import fp8 as torch_fp8
-from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.early_launch import begin, early, launch_next, wait_for_all
+from trtrun.kernels.triton.expert_sums import sum_of_experts
 
 _ALIGNED = 16
 """Codes of a row begin at a multiple of so many bytes, so that they are read in vectors; and scales of a group lie in
@@ -140,24 +151,31 @@ _ROUNDS: dict[Rounding, int] = {"row": _BY_ROW.value, "group": _BY_GROUP.value}
 
 @triton.jit
 def _add_and_normalise_kernel(
-    hidden, delta, weight, output, scales, epsilon, hidden_stride, output_stride, scale_stride,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr,
+    hidden, delta, shares, weight, output, scales, epsilon, hidden_stride, output_stride, scale_stride,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, CHOSEN: tl.constexpr, ROUNDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
+    launch_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, PADDED)
     inside = element < SIZE
+    # It depends on nothing: behind the sum it would be waited for once more.
+    factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
+    wait_for_all(EARLY)
     kind = hidden.dtype.element_ty
     value = tl.load(hidden + row * hidden_stride + element, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        value += tl.load(delta + row * SIZE + element, mask=inside, other=0.0).to(tl.float32)
+        if CHOSEN > 0:  # it is what so many experts made of each row
+            added = sum_of_experts(delta, shares, row, element, inside, SIZE, CHOSEN).to(kind)
+        else:
+            added = tl.load(delta + row * SIZE + element, mask=inside, other=0.0)
+        value += added.to(tl.float32)
         tl.store(hidden + row * hidden_stride + element, value.to(kind), mask=inside)
         value = value.to(kind).to(tl.float32)
     mean = tl.sum(value * value, axis=0) / SIZE
     normal = value * tl.rsqrt(mean + epsilon)
     if weight.dtype.element_ty == kind:
         normal = normal.to(kind).to(tl.float32)
-    factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
     value = (normal * factor).to(kind)
     if ROUNDS == _BY_ROW:
         value, scale = round_row(value.to(tl.float32), PADDED)
@@ -168,14 +186,19 @@ def _add_and_normalise_kernel(
     tl.store(output + row * output_stride + element, value.to(output.dtype.element_ty), mask=inside)
 
 
-def add_and_normalise(
-    hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-) -> torch.Tensor:
+def _of_delta(hidden: torch.Tensor, delta: Delta | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
+    """What the kernel takes of `delta`: numbers, shares, and how it is compiled."""
+    if isinstance(delta, ExpertSums):
+        return *delta, {"ADDS": True, "CHOSEN": delta.made.shape[1]}
+    return hidden if delta is None else delta, hidden, {"ADDS": delta is not None, "CHOSEN": 0}
+
+
+def add_and_normalise(hidden: torch.Tensor, delta: Delta | None, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """hidden += delta, in place, then RMSNorm of it.
 
     Args:
         hidden: [tokens, size], whose rows have no gaps, on CUDA.
-        delta: [tokens, size], contiguous, or None to normalise only.
+        delta: [tokens, size], contiguous, or what experts made of each token; None to normalise only.
         weight: [size]; one in float32 beside `hidden` in half precision is multiplied with before the result is
             rounded, others behind that.
         epsilon: added to the mean square.
@@ -185,25 +208,27 @@ def add_and_normalise(
     """
     output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     tokens, size = hidden.shape
+    added, shares, kind = _of_delta(hidden, delta)
     _add_and_normalise_kernel[(tokens,)](
-        hidden, hidden if delta is None else delta, weight, output, output, epsilon, hidden.stride(0), size, 0,
-        SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=_PLAIN.value,
+        hidden, added, shares, weight, output, output, epsilon, hidden.stride(0), size, 0,
+        SIZE=size, PADDED=triton.next_power_of_2(size), ROUNDS=_PLAIN.value, **kind,
         num_warps=4 if size <= 4096 else 8, **early(hidden),
     )  # fmt: skip
     return output
 
 
 def add_and_normalise_rounded(
-    hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float, rounding: Rounding = "row"
+    hidden: torch.Tensor, delta: Delta | None, weight: torch.Tensor, epsilon: float, rounding: Rounding = "row"
 ) -> RoundedRows:
     """Compute `add_and_normalise`, with what it returns rounded to E4M3."""
     tokens, size = hidden.shape
     made = empty_rows(tokens, size, hidden, rounding)
     padded = triton.next_power_of_2(size if rounding == "row" else max(size, GROUP))
+    added, shares, kind = _of_delta(hidden, delta)
     _add_and_normalise_kernel[(tokens,)](
-        hidden, hidden if delta is None else delta, weight, made.codes, made.scale, epsilon, hidden.stride(0),
+        hidden, added, shares, weight, made.codes, made.scale, epsilon, hidden.stride(0),
         made.codes.stride(0), made.scale.stride(-1),
-        SIZE=size, PADDED=padded, ADDS=delta is not None, ROUNDS=_ROUNDS[rounding],
+        SIZE=size, PADDED=padded, ROUNDS=_ROUNDS[rounding], **kind,
         num_warps=4 if size <= 4096 else 8, **early(hidden),
     )  # fmt: skip
     return made

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
+from trtrun.kernels.arguments import Activation, Delta, ExpertSums, RoundedRows, Rounding
 from trtrun.kernels.cuda.delta_net import CudaRecurrence
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import ExpertCodes, Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import HeadProducts, Product, TorchOperations
+from trtrun.kernels.triton import expert_choice, expert_sums, row_functions, row_tokens, support
 from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
-from trtrun.kernels.triton import row_functions, row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
 from trtrun.kernels.triton.attention.latent_attention import PagedLatents
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -56,7 +56,7 @@ class TritonOperations(TorchOperations):
 
     @override
     def normalise(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: Delta | None = None
     ) -> torch.Tensor:
         if weight.dim() > 1:
             return row_functions.normalise_heads(x, weight, epsilon)
@@ -64,9 +64,13 @@ class TritonOperations(TorchOperations):
 
     @override
     def normalise_rounded(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None, rounding: Rounding
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: Delta | None, rounding: Rounding
     ) -> RoundedRows:
         return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon, rounding)
+
+    @override
+    def added_up(self, delta: Delta) -> torch.Tensor:
+        return expert_sums.add_up(delta) if isinstance(delta, ExpertSums) else delta
 
     @override
     def square_sums(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +114,7 @@ class TritonOperations(TorchOperations):
         weight = weight.contiguous()
         return lambda x: multiply_heads(x, weight, x.dtype)
 
-    choose_experts = staticmethod(expert_kernels.choose_experts)
+    choose_experts = staticmethod(expert_choice.choose_experts)
 
     @override
     def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:
