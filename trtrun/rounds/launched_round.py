@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +26,8 @@ from trtrun.wire.reports import ReportArrays, RoundTimes
 class VerdictCopy:
     """A verdict that is copied to the host. Counts, lengths, tokens and the bits of their logits travel in one tensor.
 
-    From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here.
+    From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here; nor
+    do the next round's kernels, as it goes through a stream of its own.
     """
 
     def __init__(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None = None) -> None:
@@ -39,7 +41,8 @@ class VerdictCopy:
         self._round_index = plan.round_index
         self._width = 1
         self._tells_suffix = False
-        self._event: Event | None = None
+        self._events: list[Event] = []
+        self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
         self._of_prompts: list[torch.Tensor] = []
         self._prompt_logits = None if step is None else step.prompt_logits
@@ -51,12 +54,13 @@ class VerdictCopy:
         if verdict is not None:
             self._copy(verdict)
         if (
-            (verdict is not None and verdict.tokens.is_cuda)
+            any(one.is_pinned() for one in self._logits.values())
             or (scores is not None and scores.values.is_cuda)
             or (self._prompt_logits is not None and self._prompt_logits.is_pinned())
         ):
-            self._event = timing_event()
-            self._event.record()
+            self._record()
+        if self._sources:
+            self._begin_copies()
 
     def _copy(self, verdict: Verdict) -> None:
         assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
@@ -67,16 +71,37 @@ class VerdictCopy:
         if found is not None:
             columns.append(functional.pad(found, (0, len(bits) - len(found))).unsqueeze(1))
         self._tells_suffix = found is not None
-        sources = [torch.cat(columns, dim=1)]
+        self._sources = [torch.cat(columns, dim=1)]
         if verdict.logprobs is not None:
-            sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
-        self._copies = [_to_host(source) for source in sources]
+            self._sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
         # On a GPU the next forward writes where they are, behind the copy.
         self._logits = {place: _to_host(one) for place, one in verdict.reported_logits.items()}
 
+    def _begin_copies(self) -> None:
+        """Copy what nobody writes to but whoever gets its memory next: it is held until the copy is there."""
+        device = self._sources[0].device
+        if device.type == "cpu":
+            self._copies, self._sources = self._sources, []
+            return
+        beside = copy_stream(device)
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            self._copies = [_to_host(source) for source in self._sources]
+            self._record()
+
+    def _record(self) -> None:
+        event = timing_event()
+        event.record()
+        self._events.append(event)
+
+    def _synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+        self._sources = []
+
     def is_here(self) -> bool:
         """Whether `wait` would not wait."""
-        return self._event is None or self._event.query()
+        return all(event.query() for event in self._events)
 
     def wait(self, take_times: Callable[[], RoundTimes] = RoundTimes) -> ReportArrays:
         """Wait for the copy, and make the report of it.
@@ -84,8 +109,7 @@ class VerdictCopy:
         Args:
             take_times: tells what phases took, once the copy is there.
         """
-        if self._event is not None:
-            self._event.synchronize()
+        self._synchronize()
         report = self._report(take_times)
         if self._of_prompts:
             ids, values = self._of_prompts
@@ -105,8 +129,7 @@ class VerdictCopy:
 
         A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
         """
-        if self._event is not None:
-            self._event.synchronize()
+        self._synchronize()
         if not self._copies:
             tokens = np.empty((0, 1), dtype=np.int64)
             return tokens[:, 0], tokens
@@ -133,6 +156,12 @@ class VerdictCopy:
             return report
         _, ids, values = self._copies
         return replace(report, logprob_ids=ids.numpy(), logprob_values=values.numpy())
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU in which verdicts are copied; behind no kernel that could run in its place."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _to_host(source: torch.Tensor) -> torch.Tensor:

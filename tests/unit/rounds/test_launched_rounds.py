@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_draft
@@ -14,8 +15,8 @@ from gpus import needs_gpu, needs_two_gpus
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.core.nouns import RoundPlan
-from trtrun.rounds.launched_round import DecidedRound, LaunchedRound
+from trtrun.core.nouns import RoundPlan, Verdict
+from trtrun.rounds.launched_round import DecidedRound, LaunchedRound, VerdictCopy, copy_stream
 from trtrun.rounds.round import Worker
 from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.start import job
@@ -153,6 +154,28 @@ def test_a_round_is_launched_without_waiting_for_the_gpu(
         is_warm = True
         assert tokens_of(llm.generate([prompt_of(9)], sampling)) == expected
     assert len(steady) > 5
+
+
+@needs_gpu
+def test_a_verdict_is_copied_beside_the_next_round() -> None:
+    """Which does not wait for the copy, and may not write where it is read."""
+    device, nothing = torch.device("cuda", torch.cuda.current_device()), np.zeros(0, dtype=np.int32)
+    plan = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), nothing, nothing, nothing, 0)
+    for cycles in (1, 10**9):  # what is used for the first time may wait for the device
+        counts, tokens = torch.tensor([1, 2], device=device), torch.tensor([[5, -1], [6, 7]], device=device)
+        verdict = Verdict(counts, tokens, torch.zeros_like(counts), None, torch.ones((2, 2), device=device))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(copy_stream(device)):
+            torch.cuda._sleep(cycles)
+        copied = VerdictCopy(plan, verdict)
+        del counts, tokens, verdict
+        written = [torch.full((count,), 9, device=device) for count in range(1, 64)]  # as the next round would
+        torch.cuda.current_stream().synchronize()
+        is_early = copied.is_here()
+        num_tokens, found = copied.numbers()
+        assert num_tokens.tolist() == [1, 2] and found.tolist() == [[5, -1], [6, 7]] and copied.is_here()
+        assert all((one == 9).all() for one in written)
+    assert not is_early, "the rounds' stream waited"
 
 
 @needs_two_gpus
