@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from parallel.communicator import (
     Communicator,
+    PeerRows,
     SumTiming,
     check_parts,
     check_peer,
@@ -105,7 +106,9 @@ class NcclCommunicator(Communicator):
         self._sums_often = sums_often
         self._nccl_sums = NcclSums(self._nccl, self._handle, self._types, self.rank, self.size)
         self._memory: PeerMemory | None = None
-        self._ways = self._list_ways(self._open_peers() if sums_often and peers else None)
+        kernels = self._open_peers() if sums_often and peers else None
+        self.peer_rows: PeerRows | None = None if kernels is None else kernels.peer_rows
+        self._ways = self._list_ways(kernels)
 
     def _connect(self, unique_id: bytes) -> Any:
         """Make CuPy's communicator. Collective."""

@@ -8,6 +8,7 @@ but for the order of sums. Rounding to E4M3 has the bits of trtrun.kernels.torch
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, GROUP, SWIGLU_SLOPE, Activation, RoundedRows, Rounding
 from trtrun.kernels.torch import fp8 as torch_fp8
-from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.early_launch import LINE_BYTES, begin, early, fetch
 
 _ALIGNED = 16
 """Codes of a row begin at a multiple of so many bytes, so that they are read in vectors; and scales of a group lie in
@@ -134,31 +135,24 @@ def warps_for(padded: int) -> int:
 _FEATURES = 1024
 """Features that one program of `activate_and_multiply` computes."""
 _PLAIN, _BY_ROW, _BY_GROUP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_ROUNDS: dict[Rounding, int] = {"row": _BY_ROW.value, "group": _BY_GROUP.value}
+ROUNDS: dict[Rounding | None, int] = {None: _PLAIN.value, "row": _BY_ROW.value, "group": _BY_GROUP.value}
 """How a kernel rounds what it writes."""
 
 
 @triton.jit
-def _add_and_normalise_kernel(
-    hidden, delta, weight, output, scales, epsilon, hidden_stride, output_stride, scale_stride,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr,
+def store_normal(
+    value, factor, output, scales, row, epsilon, output_stride, scale_stride,
+    kind: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
-    row = tl.program_id(0).to(tl.int64)
+    """Write the norm of a row, [PADDED] in float32, times a weight's factors, which are of the row's dtype `kind` or in
+    float32; rounded to E4M3 where ROUNDS says so."""
     element = tl.arange(0, PADDED)
     inside = element < SIZE
-    kind = hidden.dtype.element_ty
-    value = tl.load(hidden + row * hidden_stride + element, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
-        value += tl.load(delta + row * SIZE + element, mask=inside, other=0.0).to(tl.float32)
-        tl.store(hidden + row * hidden_stride + element, value.to(kind), mask=inside)
-        value = value.to(kind).to(tl.float32)
     mean = tl.sum(value * value, axis=0) / SIZE
     normal = value * tl.rsqrt(mean + epsilon)
-    if weight.dtype.element_ty == kind:
+    if factor.dtype == kind:
         normal = normal.to(kind).to(tl.float32)
-    factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
-    value = (normal * factor).to(kind)
+    value = (normal * factor.to(tl.float32)).to(kind)
     if ROUNDS == _BY_ROW:
         value, scale = round_row(value.to(tl.float32), PADDED)
         tl.store(scales + row, scale)
@@ -166,6 +160,37 @@ def _add_and_normalise_kernel(
         value, scale = round_groups(value.to(tl.float32), PADDED)
         store_scales(scales, scale, row, 0, SIZE, scale_stride, PADDED)
     tl.store(output + row * output_stride + element, value.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_and_normalise_kernel(
+    hidden, delta, weight, output, scales, epsilon, hidden_stride, output_stride, scale_stride,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr, LINES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    fetch(weight, tl.zeros((1,), tl.int64), SIZE, LINES, EARLY)
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, PADDED)
+    inside = element < SIZE
+    kind = hidden.dtype.element_ty
+    factor = tl.load(weight + element, mask=inside, other=0.0)  # here, so that memory is waited for once
+    value = tl.load(hidden + row * hidden_stride + element, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(delta + row * SIZE + element, mask=inside, other=0.0).to(tl.float32)
+        tl.store(hidden + row * hidden_stride + element, value.to(kind), mask=inside)
+        value = value.to(kind).to(tl.float32)
+    store_normal(
+        value, factor, output, scales, row, epsilon, output_stride, scale_stride, kind, SIZE, PADDED, ROUNDS
+    )  # fmt: skip
+
+
+def norm_options(hidden: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    """What norms of rows are launched with: the same warps wherever a row is normalised, as the order of a sum follows
+    from them; and lines of the weight that a program asks for beforehand."""
+    size = hidden.shape[1]
+    lines = triton.next_power_of_2(triton.cdiv(size * weight.itemsize, LINE_BYTES))
+    return {"LINES": lines, "num_warps": 4 if size <= 4096 else 8, **early(hidden)}
 
 
 def add_and_normalise(
@@ -187,8 +212,8 @@ def add_and_normalise(
     tokens, size = hidden.shape
     _add_and_normalise_kernel[(tokens,)](
         hidden, hidden if delta is None else delta, weight, output, output, epsilon, hidden.stride(0), size, 0,
-        SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=_PLAIN.value,
-        num_warps=4 if size <= 4096 else 8, **early(hidden),
+        SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=ROUNDS[None],
+        **norm_options(hidden, weight),
     )  # fmt: skip
     return output
 
@@ -203,8 +228,7 @@ def add_and_normalise_rounded(
     _add_and_normalise_kernel[(tokens,)](
         hidden, hidden if delta is None else delta, weight, made.codes, made.scale, epsilon, hidden.stride(0),
         made.codes.stride(0), made.scale.stride(-1),
-        SIZE=size, PADDED=padded, ADDS=delta is not None, ROUNDS=_ROUNDS[rounding],
-        num_warps=4 if size <= 4096 else 8, **early(hidden),
+        SIZE=size, PADDED=padded, ADDS=delta is not None, ROUNDS=ROUNDS[rounding], **norm_options(hidden, weight),
     )  # fmt: skip
     return made
 
@@ -299,7 +323,7 @@ def activate_and_multiply_rounded(
     block = triton.next_power_of_2(features) if rounding == "row" else _FEATURES
     _activate_and_multiply_rounded_kernel[(tokens, triton.cdiv(features, block))](
         fused, made.codes, made.scale, made.codes.stride(0), made.scale.stride(-1),
-        FEATURES=features, BLOCK=block, ROUNDS=_ROUNDS[rounding], GATE=GATES[activation],
+        FEATURES=features, BLOCK=block, ROUNDS=ROUNDS[rounding], GATE=GATES[activation],
         num_warps=warps_for(block), **early(fused),
     )  # fmt: skip
     return made
