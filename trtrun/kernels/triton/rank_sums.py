@@ -11,12 +11,15 @@ process that ends takes its kernels with it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from parallel.communicator import PeerRows
 from trtrun.kernels.arguments import GROUP, RoundedRows, Rounding
+from trtrun.kernels.triton.compilation.launches import is_collecting
 from trtrun.kernels.triton.early_launch import begin, fetch
 from trtrun.kernels.triton.fused import ROUNDS, empty_rows, norm_options, store_normal
 
@@ -176,7 +179,10 @@ def sum_and_normalise(
     rounded = None if rounding is None else empty_rows(tokens, size, hidden, rounding)
     output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if rounded is None else rounded.codes
     scale = output if rounded is None else rounded.scale
-    _sum_and_normalise_kernel[(tokens,)](
+    launch = _sum_and_normalise_kernel[(tokens,)]
+    if is_collecting():  # no rank may run it while another skips it
+        launch = partial(_sum_and_normalise_kernel.warmup, grid=(tokens,))
+    launch(
         hidden, part.view(torch.int32), weight, output, scale, epsilon, hidden.stride(0), output.stride(0),
         scale.stride(-1), peers.rows, peers.calls, peers.own,
         *peers.others, *(0,) * (_MOST_OTHERS - len(peers.others)),
