@@ -19,6 +19,7 @@ from parallel.transports.nccl import NcclCommunicator, why_not
 from parallel.transports.peer_all_reduce import Layout, PeerAllReduce
 from parallel.transports.peer_memory import open_peer_memory
 from parallel.transports.sums import MEASURED_BYTES, Way
+from trtrun.kernels.arguments import RankSum
 
 pytestmark = pytest.mark.mpi
 
@@ -176,12 +177,13 @@ def test_rows_are_summed_on_the_way_to_a_norm(communicator: Communicator, dtype:
     if peers is None:
         pytest.skip("needs GPUs that reach each other's memory")
     from trtrun.kernels.triton.fused import add_and_normalise, add_and_normalise_rounded
-    from trtrun.kernels.triton.rank_sums import sum_and_normalise, takes
+    from trtrun.kernels.triton.rank_sums import sum_and_normalise, sum_and_normalise_rounded, takes
 
     device, rank = communicator.device, communicator.rank
     shapes = [(rows, size) for size in (64, 70, 4096, 5120, 8192) for rows in (1, 2, peers.rows)]
-    assert all(takes(*shape, dtype, peers) for shape in shapes)
-    assert not takes(peers.rows + 1, 64, dtype, peers) and not takes(1, 2 * peers.words + 2, dtype, peers)
+    assert all(takes(torch.empty(shape, dtype=dtype), peers) for shape in shapes)
+    for shape in ((peers.rows + 1, 64), (1, 2 * peers.words + 2), (1, 63)):
+        assert not takes(torch.empty(shape, dtype=dtype), peers)
     streams = [sample(9, shape, dtype, 1).to(device) for shape in shapes]  # the same on all ranks
     parts = [sample(rank, shape, dtype).to(device) for shape in shapes]
     weights = [sample(9, shape[1:], dtype, 2).to(device) for shape in shapes]
@@ -192,8 +194,7 @@ def test_rows_are_summed_on_the_way_to_a_norm(communicator: Communicator, dtype:
         plain, summed, part = streams[index].clone(), streams[index].clone(), parts[index]
         total = communicator.all_reduce(part.clone())
         expected = add_and_normalise(plain, total, weights[index], 1e-5)
-        made = sum_and_normalise(summed, part, weights[index], 1e-5, peers)
-        assert isinstance(made, torch.Tensor)
+        made = sum_and_normalise(summed, RankSum(part, communicator), weights[index], 1e-5)
         found = (made.view(torch.int16) != expected.view(torch.int16)).sum()
         return found + (plain.view(torch.int16) != summed.view(torch.int16)).sum()
 
@@ -205,8 +206,8 @@ def test_rows_are_summed_on_the_way_to_a_norm(communicator: Communicator, dtype:
             rounded = add_and_normalise_rounded(
                 streams[index].clone(), communicator.all_reduce(parts[index].clone()), weights[index], 1e-5
             )
-            made = sum_and_normalise(streams[index].clone(), parts[index], weights[index], 1e-5, peers, "row")
-            assert not isinstance(made, torch.Tensor)
+            delta = RankSum(parts[index], communicator)
+            made = sum_and_normalise_rounded(streams[index].clone(), delta, weights[index], 1e-5)
             size = shapes[index][1]
             wrong += (made.codes[:, :size].view(torch.uint8) != rounded.codes[:, :size].view(torch.uint8)).sum()
             wrong += (made.scale != rounded.scale).sum()

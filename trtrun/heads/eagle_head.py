@@ -18,9 +18,10 @@ from typing import Protocol
 import torch
 
 from trtrun.heads.decoder_head import DecoderHead, HeadParts
+from trtrun.kernels.arguments import Delta
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore, LayerCache
-from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
+from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm, add_to
 from trtrun.linear.layer import Linear
 from trtrun.models.layer_plan import Layer
 from trtrun.tensors import inference
@@ -35,7 +36,7 @@ class FirstLayer(Protocol):
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         cache: LayerCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Delta]:
         """Embeddings and hidden states, [n, hidden] each, of which the latter may be overwritten → the residual stream,
         and what is left to add to it; writing the tokens' keys and values."""
         ...
@@ -106,7 +107,7 @@ class MTPLayer:
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         cache: LayerCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Delta]:
         stream = self.fc(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=1))
         delta = self.layer.feed_forward(stream, self.layer.attend(stream, None, angles, cache))
         assert delta is not None, "layers that draft leave something to add"
@@ -196,7 +197,7 @@ class EagleHead(DecoderHead):
         for layer, cache in zip(self._layers, others, strict=True):
             attended = layer.attend(stream, delta, angles, cache)
             delta = layer.feed_forward(stream, attended)
-        normed = stream.add_(delta) if self._final_norm is None else self._final_norm.add(stream, delta)
+        normed = add_to(stream, delta) if self._final_norm is None else self._final_norm.add(stream, delta)
         self._note(stream)
         return normed if self._norm_output else stream
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
+from parallel.communicator import Communicator
 from trtrun.kvcache.segments import AttentionBatch
 
 GROUP = 128
@@ -36,6 +37,22 @@ class RoundedRows(NamedTuple):
 
 Activations = torch.Tensor | RoundedRows
 """What a linear layer may be given: RoundedRows only where it says that it takes them, rounded as it says."""
+
+
+class RankSum(NamedTuple):
+    """What the ranks of a group computed and is not summed yet: `communicator` sums it in the order of the ranks.
+
+    Attributes:
+        part: [tokens, hidden], contiguous: this rank's.
+        communicator: of the group.
+    """
+
+    part: torch.Tensor
+    communicator: Communicator
+
+
+Delta = torch.Tensor | RankSum
+"""What is left to add to the residual stream: [tokens, hidden], or a sum that is made on the way."""
 
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
-from trtrun.kernels.arguments import Activation, Activations, AttentionCall, RoundedRows, Rounding
+from trtrun.kernels.arguments import Activation, Activations, AttentionCall, Delta, RankSum, RoundedRows, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.store import LayerCache
 from trtrun.linear.layer import Linear
@@ -38,13 +39,13 @@ class RMSNorm:
         """x [tokens, size], or [tokens, heads, size] for one weight per head → the same shape and dtype."""
         return self._operations.normalise(x, self.weight, self._eps)
 
-    def rounded(self, hidden: torch.Tensor, delta: torch.Tensor | None, rounding: Rounding) -> RoundedRows:
+    def rounded(self, hidden: torch.Tensor, delta: Delta | None, rounding: Rounding) -> RoundedRows:
         """Do as `add`, or return the norm of `hidden` where `delta` is None, rounded for a layer that takes rows that
         are rounded so; on CUDA with Triton."""
         return self._operations.normalise_rounded(hidden, self.weight, self._eps, delta, rounding)
 
-    def add(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """hidden += delta, in place, and the norm of the sum; both [tokens, size] in the model's dtype."""
+    def add(self, hidden: torch.Tensor, delta: Delta) -> torch.Tensor:
+        """hidden += delta, in place, and the norm of the sum; both of [tokens, size] in the model's dtype."""
         return self._operations.normalise(hidden, self.weight, self._eps, delta)
 
 
@@ -174,6 +175,15 @@ class RowParallelLinear:
             output = self._communicator.all_reduce(output)
         return output if self._bias is None else output.add_(self._bias)
 
+    def leave(self, x: Activations) -> Delta:
+        """x [tokens, in share] → the same, for who adds it to the residual stream on the way to a norm."""
+        if self._communicator.size == 1 or self._bias is not None:
+            return self(x)
+        part = self._linear(x)
+        if operations_of(part.device.type).sums_ranks(part, self._communicator):
+            return RankSum(part, self._communicator)
+        return self._communicator.all_reduce(part)
+
 
 class MLP(Protocol):
     """The feed-forward layer of one rank, whatever it consists of.
@@ -189,8 +199,12 @@ class MLP(Protocol):
         """x [tokens, hidden] → [tokens, hidden], equal on all ranks. A token's bits do not depend on the others."""
         ...
 
+    def leave(self, x: Activations) -> Delta:
+        """x [tokens, hidden] → the same, for who adds it to the residual stream on the way to a norm."""
+        return self(x)
 
-class GatedMLP:
+
+class GatedMLP(MLP):
     """A gated linear unit (arXiv:2002.05202) with gate and up fused into one linear layer.
 
     Args:
@@ -211,10 +225,17 @@ class GatedMLP:
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden]."""
+        return self._down(self._gated(x))
+
+    @override
+    def leave(self, x: Activations) -> Delta:
+        return self._down.leave(self._gated(x))
+
+    def _gated(self, x: Activations) -> Activations:
         fused, rounding = self._gate_up(x), self._down.takes_rounded_rows
         if rounding is not None:
-            return self._down(self._operations.activate_and_multiply_rounded(fused, rounding, self._activation))
-        return self._down(self._operations.activate_and_multiply(fused, self._activation))
+            return self._operations.activate_and_multiply_rounded(fused, rounding, self._activation)
+        return self._operations.activate_and_multiply(fused, self._activation)
 
 
 @dataclass
@@ -239,30 +260,37 @@ class DecoderLayer:
     def attend(
         self,
         hidden: torch.Tensor,
-        delta: torch.Tensor | None,
+        delta: Delta | None,
         angles: tuple[torch.Tensor, torch.Tensor],
         cache: LayerCache,
     ) -> torch.Tensor:
         normed = _normalise(self.input_norm, hidden, delta, self.attention.takes_rounded_rows)
         return self.attention(normed, angles, cache)
 
-    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        delta = self._added(self.attention.output(attended), self.attention_output_norm)
+    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> Delta:
+        delta = self._left(self.attention.output, attended, self.attention_output_norm)
         normed = _normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows)
-        return self._added(self.mlp(normed), self.mlp_output_norm)
+        return self._left(self.mlp, normed, self.mlp_output_norm)
 
-    def _added(self, output: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        """What a half adds to the residual stream, of its output."""
-        delta = output if norm is None else norm(output)
+    def _left(self, end: RowParallelLinear | MLP, x: Activations, norm: RMSNorm | None) -> Delta:
+        """What a half adds to the residual stream, by what it ends with."""
+        if norm is None and self.residual_factor == 1.0:
+            return end.leave(x)
+        delta = end(x) if norm is None else norm(end(x))
         return delta if self.residual_factor == 1.0 else delta.mul_(self.residual_factor)
 
 
+def add_to(hidden: torch.Tensor, delta: Delta) -> torch.Tensor:
+    """hidden [tokens, hidden] += delta, in place, where no norm stands behind."""
+    return hidden.add_(operations_of(hidden.device.type).added_up(delta))
+
+
 def _normalise(
-    norm: RMSNorm | None, hidden: torch.Tensor, delta: torch.Tensor | None, rounding: Rounding | None
+    norm: RMSNorm | None, hidden: torch.Tensor, delta: Delta | None, rounding: Rounding | None
 ) -> Activations:
     """hidden += delta, in place, where there is one, and the norm of it, rounded where the layer behind takes that."""
     if norm is None:
-        return hidden if delta is None else hidden.add_(delta)
+        return hidden if delta is None else add_to(hidden, delta)
     if rounding is not None:
         return norm.rounded(hidden, delta, rounding)
     return norm(hidden) if delta is None else norm.add(hidden, delta)

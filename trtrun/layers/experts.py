@@ -147,7 +147,7 @@ def _pack(
     return packed, owners * most + places
 
 
-class ExpertsMLP:
+class ExpertsMLP(MLP):
     """Experts of which each token chooses some.
 
     Args:
@@ -178,7 +178,7 @@ class ExpertsMLP:
 
 
 @dataclass
-class ExpertsBesideMLP:
+class ExpertsBesideMLP(MLP):
     """norm(mlp(norm(x))) + norm(experts(norm(x))), with all norms of their own; and one of what the router reads.
 
     Attributes:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.kernels.arguments import Delta
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.store import LayerCache
-from trtrun.layers.decoder_layer import DecoderLayer, Mixer, RMSNorm
+from trtrun.layers.decoder_layer import DecoderLayer, Mixer, RMSNorm, add_to
 from trtrun.layers.embedding import VocabularyEmbedding
 from trtrun.linear.layer import Linear
 
@@ -106,17 +107,17 @@ class ScaledLayer:
     def attend(
         self,
         hidden: torch.Tensor,
-        delta: torch.Tensor | None,
+        delta: Delta | None,
         angles: tuple[torch.Tensor, torch.Tensor],
         cache: LayerCache,
     ) -> torch.Tensor:
         return self.layer.attend(hidden, delta, angles, cache)
 
-    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor | None:
+    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> Delta | None:
         delta = self.layer.feed_forward(hidden, attended)
         if self.mixer is None and self.factor == 1.0:
             return delta
-        hidden.add_(delta)
+        add_to(hidden, delta)
         if self.mixer is not None:
             hidden.add_(self.mixer(hidden))
         hidden.mul_(self.factor)

@@ -8,12 +8,12 @@ import torch
 
 from trtrun.kernels.arguments import Activations, Rounding
 from trtrun.kernels.chooser import operations_of
-from trtrun.layers.decoder_layer import RowParallelLinear
+from trtrun.layers.decoder_layer import MLP, RowParallelLinear
 from trtrun.linear.layer import Linear
 
 
 @dataclass
-class XieluMLP:
+class XieluMLP(MLP):
     """down(xielu(up(x))).
 
     Attributes:

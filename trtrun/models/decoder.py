@@ -20,6 +20,7 @@ import torch
 from trtrun.attention.backend import AttentionBackend
 from trtrun.attention.latents import LatentBackend
 from trtrun.errors import ConfigError
+from trtrun.kernels.arguments import Delta
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
@@ -188,7 +189,7 @@ class CausalLM:
         hidden = self._embedding(tokens)
         if self._layer_inputs is not None:
             self._layer_inputs.begin(tokens, hidden)
-        delta = None
+        delta: Delta | None = None
         behind_layers = len(self._layers)
         reads_end = taps is not None and taps.read_from(behind_layers)
         caches = store.of_layers(attention)

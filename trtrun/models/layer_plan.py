@@ -18,6 +18,7 @@ from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 if TYPE_CHECKING:
     import torch
 
+    from trtrun.kernels.arguments import Delta
     from trtrun.kvcache.store import LayerCache
     from trtrun.layers.decoder_layer import MLP, Mixer, RMSNorm
     from trtrun.weights.weight_reader import WeightReader
@@ -68,7 +69,7 @@ class Layer(Protocol):
     def attend(
         self,
         hidden: torch.Tensor,
-        delta: torch.Tensor | None,
+        delta: Delta | None,
         angles: tuple[torch.Tensor, torch.Tensor],
         cache: LayerCache,
     ) -> torch.Tensor:
@@ -85,7 +86,7 @@ class Layer(Protocol):
         """
         ...
 
-    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor | None:
+    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> Delta | None:
         """The rest of the layer, token by token.
 
         Args:
@@ -93,8 +94,8 @@ class Layer(Protocol):
             attended: [n, features], contiguous, of the same tokens.
 
         Returns:
-            [n, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation; None
-            where nothing is.
+            What is left to add to the stream, of [n, hidden], so that adding and the next norm can be one operation;
+            None where nothing is.
         """
         ...
 

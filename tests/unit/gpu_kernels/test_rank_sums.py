@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from parallel.communicator import PeerRows
-from trtrun.kernels.arguments import RoundedRows, Rounding
+from trtrun.kernels.arguments import RankSum, RoundedRows, Rounding
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -48,15 +49,20 @@ def bits_of(made: Made, size: int) -> list[torch.Tensor]:
 
 def run_rank(rank: int, ranks: int, memory: torch.Tensor, calls: list[Call], path: Path) -> None:
     """One rank's life: all calls, whose results it writes to a file."""
-    from trtrun.kernels.triton.rank_sums import sum_and_normalise
+    from trtrun.kernels.triton.rank_sums import sum_and_normalise, sum_and_normalise_rounded
 
     bases = [memory[(rank + step) % ranks].data_ptr() for step in range(ranks)]
     own, *others = (base + 8 * ROWS for base in bases)
     peers = PeerRows(rank, ranks, ROWS, WORDS, SLOTS, bases[0], own, tuple(others))
+    communicator: Any = SimpleNamespace(peer_rows=peers)
     results = []
     for index, call in enumerate(calls):
         hidden, part = numbers(call, index, -1), numbers(call, index, rank)
-        made = sum_and_normalise(hidden, part, numbers(call, index, -2), 1e-5, peers, call.rounding)
+        weight, delta = numbers(call, index, -2), RankSum(part, communicator)
+        if call.rounding is None:
+            made: Made = sum_and_normalise(hidden, delta, weight, 1e-5)
+        else:
+            made = sum_and_normalise_rounded(hidden, delta, weight, 1e-5, call.rounding)
         results.append((hidden, made))
     torch.save(results, path)
 

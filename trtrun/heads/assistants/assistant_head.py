@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel.communicator import Communicator
+from trtrun.kernels.arguments import Delta
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.specs import LayerSpecs
 from trtrun.kvcache.store import KVStore
@@ -176,7 +177,7 @@ class AssistantHead:
         angles = {table: table.lookup(positions) for table in tables}
         caches = store.of_layers(attention)
         stream = self._before(torch.cat((self._embedding(tokens), hidden[:, self._own :]), dim=1))
-        delta: torch.Tensor | None = None
+        delta: Delta | None = None
         for one in self._layers:
             attended = one.layer.attend(stream, delta, angles[one.rotary], caches[one.read])
             delta = one.layer.feed_forward(stream, attended)

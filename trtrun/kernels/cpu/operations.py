@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from typing_extensions import override
 
-from trtrun.kernels.arguments import Activation, LineSlots
+from trtrun.kernels.arguments import Activation, Delta, LineSlots
 from trtrun.kernels.cpu import fused as kernels
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import NativeAttention, takes_head, whole_head
@@ -106,8 +106,9 @@ class CpuOperations(TorchOperations):
 
     @override
     def normalise(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: Delta | None = None
     ) -> torch.Tensor:
+        delta = None if delta is None else self.added_up(delta)
         if not kernels.fuses(weight.dtype, weight.device, weight.shape[-1]):
             return super().normalise(x, weight, epsilon, delta)
         if weight.dtype == x.dtype:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, RoundedRows, Rounding
+from parallel.communicator import Communicator
+from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, Delta, RankSum, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
 from trtrun.kernels.torch.experts import (
@@ -95,13 +96,13 @@ class TorchOperations:
         return None
 
     def normalise(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: Delta | None = None
     ) -> torch.Tensor:
         """RMSNorm of x [rows, size] with weight [size], or of x [rows, parts, size] with weight [parts, size]; where
-        `delta` [rows, size] is given, x [rows, size] becomes x + delta first, in place. A weight in float32 beside x in
-        half precision is multiplied with before the result is rounded, others behind that."""
+        `delta` is given, of [rows, size], x [rows, size] becomes x + delta first, in place. A weight in float32 beside
+        x in half precision is multiplied with before the result is rounded, others behind that."""
         if delta is not None:
-            x += delta
+            x += self.added_up(delta)
         # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
         # models' own code, so it is not handed to F.rms_norm.
         if weight.dtype == x.dtype:
@@ -109,10 +110,18 @@ class TorchOperations:
         return functional.rms_norm(x.float(), weight.shape[-1:], None, epsilon).mul_(weight).to(x.dtype)
 
     def normalise_rounded(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None, rounding: Rounding
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: Delta | None, rounding: Rounding
     ) -> RoundedRows:
         """Normalise as `normalise`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
+
+    def sums_ranks(self, part: torch.Tensor, communicator: Communicator) -> bool:
+        """Whether `normalise` makes the sum of the ranks' parts [rows, size] faster than they do: the same on all."""
+        return False
+
+    def added_up(self, delta: Delta) -> torch.Tensor:
+        """[rows, size]: what is added to the residual stream, for who cannot add it up on the way."""
+        return delta.communicator.all_reduce(delta.part) if isinstance(delta, RankSum) else delta
 
     def square_sums(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of squares of each row of x [rows, size], whose numbers lie one behind the other, [rows] float32; a

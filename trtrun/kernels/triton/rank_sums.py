@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from parallel.communicator import PeerRows
-from trtrun.kernels.arguments import GROUP, RoundedRows, Rounding
+from trtrun.kernels.arguments import GROUP, RankSum, RoundedRows, Rounding
 from trtrun.kernels.triton.compilation.launches import is_collecting
 from trtrun.kernels.triton.early_launch import begin, fetch
 from trtrun.kernels.triton.fused import ROUNDS, empty_rows, norm_options, store_normal
@@ -29,10 +29,12 @@ _TURN = tl.constexpr(1 << 24)
 """In so many calls all places are cleared once, so that no word from 2^31 calls ago is taken for one of now."""
 
 
-def takes(rows: int, size: int, dtype: torch.dtype, peers: PeerRows) -> bool:
-    """Whether rows of so many numbers are summed so: few, and of half precision in whole words."""
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return is_half and size % 2 == 0 and size <= 2 * peers.words and 0 < rows <= peers.rows
+def takes(part: torch.Tensor, peers: PeerRows | None) -> bool:
+    """Whether the ranks' parts [tokens, size] are summed so: few rows, and of half precision in whole words."""
+    if peers is None or part.dtype not in (torch.bfloat16, torch.float16) or not part.is_contiguous():
+        return False
+    rows, size = part.shape
+    return 0 < rows <= peers.rows and size % 2 == 0 and size <= 2 * peers.words
 
 
 _SEND = tl.constexpr("""{
@@ -154,39 +156,46 @@ def _sum_and_normalise_kernel(
     tl.store(counter, call + 1)
 
 
-def sum_and_normalise(
-    hidden: torch.Tensor,
-    part: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    peers: PeerRows,
-    rounding: Rounding | None = None,
-) -> torch.Tensor | RoundedRows:
-    """hidden += the sum of the ranks' parts, in place, then RMSNorm of it. Collective, for what `takes` says.
+def sum_and_normalise(hidden: torch.Tensor, delta: RankSum, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """hidden += delta, in place, then RMSNorm of it. Collective over the ranks, for what `takes` says.
 
     Args:
-        hidden: [tokens, size] of half precision, whose rows have no gaps, on CUDA.
-        part: [tokens, size], contiguous, of the same dtype: what this rank adds.
+        hidden: [tokens, size] in the dtype of the sum, whose rows have no gaps, on CUDA.
+        delta: of [tokens, size].
         weight, epsilon: as of `fused.add_and_normalise`.
-        peers: where ranks send their parts.
-        rounding: how what is returned is rounded to E4M3; None where it is not.
 
     Returns:
         [tokens, size].
     """
+    output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _launch(output, output, None, hidden, delta, weight, epsilon)
+    return output
+
+
+def sum_and_normalise_rounded(
+    hidden: torch.Tensor, delta: RankSum, weight: torch.Tensor, epsilon: float, rounding: Rounding = "row"
+) -> RoundedRows:
+    """Compute `sum_and_normalise`, with what it returns rounded to E4M3."""
+    made = empty_rows(*hidden.shape, hidden, rounding)
+    _launch(made.codes, made.scale, rounding, hidden, delta, weight, epsilon)
+    return made
+
+
+def _launch(
+    output: torch.Tensor, scales: torch.Tensor, rounding: Rounding | None,
+    hidden: torch.Tensor, delta: RankSum, weight: torch.Tensor, epsilon: float,
+) -> None:  # fmt: skip
+    peers = delta.communicator.peer_rows
+    assert peers is not None
     tokens, size = hidden.shape
     padded = triton.next_power_of_2(max(size, GROUP) if rounding == "group" else size)
-    rounded = None if rounding is None else empty_rows(tokens, size, hidden, rounding)
-    output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if rounded is None else rounded.codes
-    scale = output if rounded is None else rounded.scale
     launch = _sum_and_normalise_kernel[(tokens,)]
     if is_collecting():  # no rank may run it while another skips it
         launch = partial(_sum_and_normalise_kernel.warmup, grid=(tokens,))
     launch(
-        hidden, part.view(torch.int32), weight, output, scale, epsilon, hidden.stride(0), output.stride(0),
-        scale.stride(-1), peers.rows, peers.calls, peers.own,
+        hidden, delta.part.view(torch.int32), weight, output, scales, epsilon, hidden.stride(0), output.stride(0),
+        scales.stride(-1), peers.rows, peers.calls, peers.own,
         *peers.others, *(0,) * (_MOST_OTHERS - len(peers.others)),
         SIZE=size, PADDED=padded, RANK=peers.rank, RANKS=peers.ranks, SLOTS=peers.slots, WORDS=peers.words,
         ROUNDS=ROUNDS[rounding], ORDERED=hidden.is_cuda, **norm_options(hidden, weight),
     )  # fmt: skip
-    return output if rounded is None else rounded
