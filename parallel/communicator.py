@@ -40,6 +40,37 @@ class SumTiming:
     microseconds: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class PeerRows:
+    """Memory in which kernels of others than the transport sum rows over the ranks, in one step with what they do with
+    the sums: each rank writes its numbers into the memory of all others, and reads its own. A kernel's programs have a
+    row each.
+
+    Places are of 8 bytes: 4 of a row, and in the upper half the number of the row's call, with the highest bit set. So
+    what has this call's number has this call's data. A row's calls take slots in turn; `calls` counts them.
+
+    Attributes:
+        rank: this process's place in the group.
+        ranks: of the group.
+        rows: of a call, at most.
+        words: of 4 bytes in a row, at most.
+        slots: of each row's places.
+        calls: address on the device of [rows] uint32: how many calls each row has had.
+        own: address of this rank's places, [slots, ranks, rows, words] of 8 bytes, zero at first; a rank's words lie at
+            its own number.
+        others: addresses of the other ranks' places, beginning with the next rank's and ending with the one before.
+    """
+
+    rank: int
+    ranks: int
+    rows: int
+    words: int
+    slots: int
+    calls: int
+    own: int
+    others: tuple[int, ...]
+
+
 @runtime_checkable
 class Communicator(Protocol):
     """One group of ranks that exchange tensors.
@@ -51,6 +82,7 @@ class Communicator(Protocol):
         device: where the tensors of all calls live.
         is_capturable: whether a CUDA graph can hold its operations: they only enqueue, and never touch the host.
         sum_timings: what `warm_up` measured to choose how sums are made; empty where there is no choice.
+        peer_rows: where kernels sum rows themselves; None where they cannot.
     """
 
     rank: int
@@ -59,6 +91,7 @@ class Communicator(Protocol):
     device: torch.device
     is_capturable: bool
     sum_timings: tuple[SumTiming, ...]
+    peer_rows: PeerRows | None = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place, and return it. The result is bit-identical on all ranks.

@@ -34,7 +34,7 @@ from parallel.errors import CommunicatorError
 from parallel.mpi_rank import all_gather_json
 from parallel.transports.peer_all_reduce import MOST_RANKS, Layout, PeerAllReduce
 from parallel.transports.peer_memory import PeerMemory, open_peer_memory
-from parallel.transports.sums import Add, NcclSums, SumWays, Way
+from parallel.transports.sums import MEASURED_BYTES, Add, NcclSums, SumWays, Way
 
 UNIQUE_ID_BYTES = 128
 GATHERED_BYTES = 256 << 10
@@ -105,7 +105,8 @@ class NcclCommunicator(Communicator):
         self._sums_often = sums_often
         self._nccl_sums = NcclSums(self._nccl, self._handle, self._types, self.rank, self.size)
         self._memory: PeerMemory | None = None
-        self._ways = self._list_ways(self._open_peers() if sums_often and peers else None)
+        self._peers = self._open_peers() if sums_often and peers else None
+        self._ways = self._list_ways(self._peers)
 
     def _connect(self, unique_id: bytes) -> Any:
         """Make CuPy's communicator. Collective."""
@@ -233,6 +234,8 @@ class NcclCommunicator(Communicator):
         if self._sums_often and self.size > 1:
             beside = {Way.NCCL: self._nccl_sums.plain}
             self.sum_timings = self._ways.measure(self._comm, self.device, beside)
+        if self._peers is not None and self._ways.choose(MEASURED_BYTES[0]) is Way.ONE_SHOT:
+            self.peer_rows = self._peers.peer_rows  # which takes as long
 
     @override
     def abandon(self) -> None:
@@ -242,6 +245,7 @@ class NcclCommunicator(Communicator):
     def close(self) -> None:
         """Wait for the device, then close the peers' memory, destroy the NCCL communicator and free the MPI one."""
         torch.cuda.synchronize(self.device)
+        self.peer_rows = None
         if self._memory is not None:
             self._memory.close()
             self._memory = None

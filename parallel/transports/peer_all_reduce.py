@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from parallel.communicator import PeerRows
 from parallel.errors import CommunicatorError
 from parallel.transports.peer_memory import PeerMemory
 
@@ -38,6 +40,9 @@ _GROUP_BYTES = 8
 _ARRIVAL_BYTES = 16  # a group of 8 bytes with its marks
 _PART_BYTES = 4 << 20  # of each of the arrivals, the inbox and the outbox, at most
 _LEAST_CHUNK = 1024
+_ROW_WORDS = 4096  # of four bytes, in the longest row that others sum: 8,192 numbers of half precision
+_WORD_BYTES = 8  # with its mark
+_ROW_CALLS = 8 * BLOCKS
 _FLAGS = 4096
 _ARRIVALS = 16384
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -52,6 +57,8 @@ class Layout:
         groups: of 8 bytes, in the largest message of one_shot.
         chunk: bytes of a slice that a block of two_shot works on at a time, at most.
         inbox, outbox: offsets in bytes.
+        rows: that kernels of others sum in a call, at most (see PeerRows).
+        row_places: offset in bytes of their places.
         nbytes: of the whole buffer.
     """
 
@@ -60,16 +67,20 @@ class Layout:
     chunk: int
     inbox: int
     outbox: int
+    rows: int
+    row_places: int
     nbytes: int
 
     @classmethod
     def of(cls, ranks: int) -> Layout:
-        """The layout for a group of so many ranks: about 12 MiB for any."""
+        """The layout for a group of so many ranks: about 16 MiB for any."""
         groups = min(_PART_BYTES // (_SLOTS * ranks * _ARRIVAL_BYTES) // THREADS, BLOCKS) * THREADS
         chunk = _PART_BYTES // (BLOCKS * ranks) // _LEAST_CHUNK * _LEAST_CHUNK
         inbox = _ARRIVALS + _SLOTS * ranks * groups * _ARRIVAL_BYTES
         part = BLOCKS * ranks * chunk
-        return cls(ranks, groups, chunk, inbox, inbox + part, inbox + 2 * part)
+        row_bytes = _SLOTS * ranks * _ROW_WORDS * _WORD_BYTES
+        rows, row_places = _PART_BYTES // row_bytes, inbox + 2 * part
+        return cls(ranks, groups, chunk, inbox, inbox + part, rows, row_places, row_places + rows * row_bytes)
 
     @property
     def one_shot_bytes(self) -> int:
@@ -87,6 +98,17 @@ class Layout:
         turns = -(-nbytes // (slices * self.chunk))
         share = -(-nbytes // (slices * turns))
         return blocks, -(-share // ALIGNMENT) * ALIGNMENT
+
+    def peer_rows(self, rank: int, addresses: Sequence[int]) -> PeerRows:
+        """Where kernels of others sum rows.
+
+        Args:
+            rank: this rank's place in the group.
+            addresses: of the buffers, beginning with this rank's and going on with the next one's.
+        """
+        own, *others = (address + self.row_places for address in addresses)
+        calls = addresses[0] + _ROW_CALLS
+        return PeerRows(rank, self.ranks, self.rows, _ROW_WORDS, _SLOTS, calls, own, tuple(others))
 
     def definitions(self) -> dict[str, int]:
         """What the kernels' source wants to be told."""
@@ -134,13 +156,18 @@ class PeerAllReduce:
         self._begins_early = begins_early(device)
         self._addresses = (memory.own, *memory.others, *(0,) * (MOST_RANKS - layout.ranks))
         if first_call:
-            numbers = torch.full((2 * BLOCKS,), first_call, dtype=torch.int64).to(torch.int32)
+            numbers = torch.full((2 * BLOCKS + layout.rows,), first_call, dtype=torch.int64).to(torch.int32)
             memory.write(numbers)
 
     @property
     def one_shot_bytes(self) -> int:
         """The largest message of one_shot."""
         return self._layout.one_shot_bytes
+
+    @property
+    def peer_rows(self) -> PeerRows:
+        """Where kernels of others sum rows, whose calls are counted apart from those here."""
+        return self._layout.peer_rows(self._rank, self._addresses[: self._layout.ranks])
 
     def one_shot(self, message: torch.Tensor) -> None:
         """Enqueue the sum of a small message, in place.

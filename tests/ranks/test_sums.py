@@ -19,6 +19,7 @@ from parallel.transports.nccl import NcclCommunicator, why_not
 from parallel.transports.peer_all_reduce import Layout, PeerAllReduce
 from parallel.transports.peer_memory import open_peer_memory
 from parallel.transports.sums import MEASURED_BYTES, Way
+from trtrun.kernels.arguments import RankSum
 
 pytestmark = pytest.mark.mpi
 
@@ -166,6 +167,61 @@ def test_a_group_can_be_opened_again_and_again(world: MPI.Intracomm) -> None:
             world.Barrier()
     lost = [before - behind for before, behind in zip(free[2:4], free[-2:], strict=True)]
     assert max(lost, default=0) < Layout.of(max(2, world.size)).nbytes, free
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_summed_on_the_way_to_a_norm(communicator: Communicator, dtype: torch.dtype) -> None:
+    """With the bits of a sum and a norm, one behind the other and between other sums; also in a graph."""
+    peers = communicator.peer_rows
+    if peers is None:
+        pytest.skip("needs GPUs that reach each other's memory")
+    from trtrun.kernels.triton.fused import add_and_normalise, add_and_normalise_rounded
+    from trtrun.kernels.triton.rank_sums import sum_and_normalise, sum_and_normalise_rounded, takes
+
+    device, rank = communicator.device, communicator.rank
+    shapes = [(rows, size) for size in (64, 70, 4096, 5120, 8192) for rows in (1, 2, peers.rows)]
+    assert all(takes(torch.empty(shape, dtype=dtype), peers) for shape in shapes)
+    for shape in ((peers.rows + 1, 64), (1, 2 * peers.words + 2), (1, 63)):
+        assert not takes(torch.empty(shape, dtype=dtype), peers)
+    streams = [sample(9, shape, dtype, 1).to(device) for shape in shapes]  # the same on all ranks
+    parts = [sample(rank, shape, dtype).to(device) for shape in shapes]
+    weights = [sample(9, shape[1:], dtype, 2).to(device) for shape in shapes]
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+    def compare(index: int) -> torch.Tensor:
+        """How many numbers differ."""
+        plain, summed, part = streams[index].clone(), streams[index].clone(), parts[index]
+        total = communicator.all_reduce(part.clone())
+        expected = add_and_normalise(plain, total, weights[index], 1e-5)
+        made = sum_and_normalise(summed, RankSum(part, communicator), weights[index], 1e-5)
+        found = (made.view(torch.int16) != expected.view(torch.int16)).sum()
+        return found + (plain.view(torch.int16) != summed.view(torch.int16)).sum()
+
+    draw = random.Random(5)  # the same on all ranks
+    with torch.cuda.device(device):
+        for index in (*range(len(shapes)), *draw.choices(range(len(shapes)), k=2000)):
+            wrong += compare(index)
+        for index in (0, shapes.index((1, 4096))):
+            rounded = add_and_normalise_rounded(
+                streams[index].clone(), communicator.all_reduce(parts[index].clone()), weights[index], 1e-5
+            )
+            delta = RankSum(parts[index], communicator)
+            made = sum_and_normalise_rounded(streams[index].clone(), delta, weights[index], 1e-5)
+            size = shapes[index][1]
+            wrong += (made.codes[:, :size].view(torch.uint8) != rounded.codes[:, :size].view(torch.uint8)).sum()
+            wrong += (made.scale != rounded.scale).sum()
+        graph = torch.cuda.CUDAGraph()
+        in_graph = torch.zeros_like(wrong)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for index in range(len(shapes)):
+                in_graph += compare(index)
+        for turn in range(100):
+            graph.replay()
+            wrong += compare(turn % len(shapes))
+        assert wrong.item() == 0 and in_graph.item() == 0
+        graph.reset()
 
 
 @pytest.mark.mpi(min_size=2)

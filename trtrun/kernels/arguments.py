@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
+from parallel.communicator import Communicator
 from trtrun.kvcache.segments import AttentionBatch
 
 GROUP = 128
@@ -51,7 +52,19 @@ class ExpertSums(NamedTuple):
     shares: torch.Tensor
 
 
-Delta = torch.Tensor | ExpertSums
+class RankSum(NamedTuple):
+    """What the ranks of a group computed and is not summed yet: `communicator` sums it in the order of the ranks.
+
+    Attributes:
+        part: [tokens, hidden], contiguous: this rank's.
+        communicator: of the group.
+    """
+
+    part: torch.Tensor
+    communicator: Communicator
+
+
+Delta = torch.Tensor | ExpertSums | RankSum
 """What is left to add to the residual stream: [tokens, hidden], or sums that are made on the way."""
 
 

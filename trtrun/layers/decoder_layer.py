@@ -11,10 +11,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
-from trtrun.kernels.arguments import Activation, Activations, AttentionCall, Delta, NormByHead, RoundedRows, Rounding
+from trtrun.kernels.arguments import (
+    Activation,
+    Activations,
+    AttentionCall,
+    Delta,
+    NormByHead,
+    RankSum,
+    RoundedRows,
+    Rounding,
+)
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.store import LayerCache
 from trtrun.linear.layer import Linear
@@ -188,6 +198,15 @@ class RowParallelLinear:
             output = self._communicator.all_reduce(output)
         return output if self._bias is None else output.add_(self._bias)
 
+    def leave(self, x: Activations) -> Delta:
+        """x [tokens, in share] → the same, for who adds it to the residual stream on the way to a norm."""
+        if self._communicator.size == 1 or self._bias is not None:
+            return self(x)
+        part = self._linear(x)
+        if operations_of(part.device.type).sums_ranks(part, self._communicator):
+            return RankSum(part, self._communicator)
+        return self._communicator.all_reduce(part)
+
 
 class MLP(Protocol):
     """The feed-forward layer of one rank, whatever it consists of.
@@ -229,10 +248,17 @@ class GatedMLP(MLP):
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden]."""
+        return self._down(self._gated(x))
+
+    @override
+    def leave(self, x: Activations) -> Delta:
+        return self._down.leave(self._gated(x))
+
+    def _gated(self, x: Activations) -> Activations:
         fused, rounding = self._gate_up(x), self._down.takes_rounded_rows
         if rounding is not None:
-            return self._down(self._operations.activate_and_multiply_rounded(fused, rounding, self._activation))
-        return self._down(self._operations.activate_and_multiply(fused, self._activation))
+            return self._operations.activate_and_multiply_rounded(fused, rounding, self._activation)
+        return self._operations.activate_and_multiply(fused, self._activation)
 
 
 @dataclass
@@ -265,15 +291,15 @@ class DecoderLayer:
         return self.attention(normed, angles, cache)
 
     def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> Delta:
-        delta = self._added(self.attention.output(attended), self.attention_output_norm)
+        delta = self._left(self.attention.output, attended, self.attention_output_norm)
         normed = _normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows)
-        if self.mlp_output_norm is None and self.residual_factor == 1.0:
-            return self.mlp.leave(normed)
-        return self._added(self.mlp(normed), self.mlp_output_norm)
+        return self._left(self.mlp, normed, self.mlp_output_norm)
 
-    def _added(self, output: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        """What a half adds to the residual stream, of its output."""
-        delta = output if norm is None else norm(output)
+    def _left(self, end: RowParallelLinear | MLP, x: Activations, norm: RMSNorm | None) -> Delta:
+        """What a half adds to the residual stream, by what it ends with."""
+        if norm is None and self.residual_factor == 1.0:
+            return end.leave(x)
+        delta = end(x) if norm is None else norm(end(x))
         return delta if self.residual_factor == 1.0 else delta.mul_(self.residual_factor)
 
 

@@ -26,6 +26,7 @@ from trtrun.errors import TrtrunError
 from trtrun.rounds.failures import RankFailures
 from trtrun.start.job_spec import JobSpec
 from trtrun.start.startup import device_of
+from trtrun.threads import has_free_cores, threads_per_slot
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,6 +69,7 @@ class Session:
         self.rank: int = world.Get_rank()
         self.groups: Groups | None = None
         self._activity = Activity()
+        self._may_spin = self.rank < topology.world_size and self._has_free_cores()  # links are as fast as in a job
         self._failures: RankFailures | None = None
         self._heartbeat: HeartbeatServer | HeartbeatClient
         with StartProgress() as teller:
@@ -75,7 +77,7 @@ class Session:
             if self.rank == topology.orchestrator_rank:
                 self._heartbeat = self._lead(seconds)
             else:
-                self.control = ControlPlane(world, topology)
+                self.control = ControlPlane(world, topology, self._may_spin)
                 self._heartbeat = self._follow()
             teller.tell(DONE, "the start")
 
@@ -102,6 +104,11 @@ class Session:
             self.control.close()
         self._heartbeat.close()
 
+    def _has_free_cores(self) -> bool:
+        host = self.topology.host(self.rank)
+        threads = threads_per_slot(self.config.threads, len(self.topology.slots_of_host(host)))
+        return has_free_cores(self.topology, host, threads)
+
     def _lead(self, seconds: float) -> HeartbeatServer:
         launch = self.config.launch
         more = count_engine_bytes(self.config) / READ_BYTES_A_SECOND if self._is_thorough else 0
@@ -113,7 +120,7 @@ class Session:
         server = HeartbeatServer(self.topology, self._activity, launch.heartbeat_seconds, seconds, overdue)
         self._failures = RankFailures(server)
         self._activity.check("joining the check")
-        self.control = ControlPlane(self.world, self.topology)
+        self.control = ControlPlane(self.world, self.topology, self._may_spin)
         invite_workers(self.control, self.topology, server)
         return server
 
@@ -211,7 +218,7 @@ class Session:
         device = device_of(slot) if slot is not None else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self.groups = open_groups(self.world, self.topology, device)
+        self.groups = open_groups(self.world, self.topology, device, self._may_spin)
 
     def _take_own_inventory(self) -> RankInventory:
         inventory = take_inventory(self._spec, self.rank, self.begin, is_thorough=self._is_thorough)

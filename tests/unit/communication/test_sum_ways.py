@@ -63,18 +63,21 @@ def test_the_way_whose_slowest_rank_is_fastest_is_used() -> None:
 def test_the_parts_of_a_buffer_do_not_overlap(ranks: int) -> None:
     layout = Layout.of(ranks)
     words = layout.definitions()
+    rows = layout.peer_rows(0, [0] * ranks)
     parts = [
         (words["ONE_SHOT_CALLS"], 4 * BLOCKS),
         (words["TWO_SHOT_CALLS"], 4 * BLOCKS),
+        (rows.calls, 4 * rows.rows),
         (words["FLAGS"], BLOCKS * 2 * 16 * 4),
         (words["ARRIVALS"], words["SLOTS"] * ranks * words["GROUPS"] * 16),
         (words["INBOX"], BLOCKS * ranks * words["CHUNK"]),
         (words["OUTBOX"], BLOCKS * ranks * words["CHUNK"]),
+        (rows.own, rows.slots * ranks * rows.rows * rows.words * 8),
         (layout.nbytes, 0),
     ]
     assert all(start % 128 == 0 for start, _ in parts)
     assert all(start + length <= following for (start, length), (following, _) in pairwise(parts))
-    assert layout.nbytes <= 13 << 20
+    assert layout.nbytes <= 17 << 20
     assert words["SLOTS"] == 4  # the kernel counts on it
     assert ranks <= 16  # flags of a block and phase
 

@@ -16,7 +16,7 @@ from pipelines import make_llm
 from torch.nn import functional
 
 from trtrun.attention.backend import GatherAttention, weigh
-from trtrun.kernels.arguments import AttentionCall
+from trtrun.kernels.arguments import Activations, AttentionCall
 from trtrun.kernels.torch.soft_cap import soft_cap
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.specs import like_layers
@@ -121,13 +121,13 @@ def test_tokens_that_nobody_asks_for_end_in_the_last_layer(
     every, after = model.forward(batch), model.forward(following)
 
     fed: dict[GatedMLP, int] = {}
-    original = GatedMLP.__call__
+    original = GatedMLP._gated
 
-    def count(self: GatedMLP, x: torch.Tensor) -> torch.Tensor:
+    def count(self: GatedMLP, x: Activations) -> Activations:
         fed[self] = len(x)
         return original(self, x)
 
-    monkeypatch.setattr(GatedMLP, "__call__", count)
+    monkeypatch.setattr(GatedMLP, "_gated", count)
     for wanted in ([5, LENGTH - 2, LENGTH + 9], []):
         for store in model.stores:
             next(store.parts())[0].zero_()

@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, Delta, ExpertSums, RoundedRows, Rounding
+from parallel.communicator import Communicator
+from trtrun.kernels.arguments import (
+    SWIGLU_SLOPE,
+    Activation,
+    AttentionCall,
+    Delta,
+    ExpertSums,
+    RankSum,
+    RoundedRows,
+    Rounding,
+)
 from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
 from trtrun.kernels.torch.experts import (
@@ -118,8 +128,14 @@ class TorchOperations:
         """Normalise as `normalise`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
+    def sums_ranks(self, part: torch.Tensor, communicator: Communicator) -> bool:
+        """Whether `normalise` makes the sum of the ranks' parts [rows, size] faster than they do: the same on all."""
+        return False
+
     def added_up(self, delta: Delta) -> torch.Tensor:
         """[rows, size]: what is added to the residual stream, for who cannot add it up on the way."""
+        if isinstance(delta, RankSum):
+            return delta.communicator.all_reduce(delta.part)
         return add_up(delta) if isinstance(delta, ExpertSums) else delta
 
     def square_sums(self, x: torch.Tensor) -> torch.Tensor:

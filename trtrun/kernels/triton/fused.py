@@ -8,6 +8,7 @@ but for the order of sums. Rounding to E4M3 has the bits of trtrun.kernels.torch
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from trtrun.kernels.arguments import (
     Activation,
     Delta,
     ExpertSums,
+    RankSum,
     RoundedRows,
     Rounding,
 )
@@ -145,8 +147,31 @@ def warps_for(padded: int) -> int:
 _FEATURES = 1024
 """Features that one program of `activate_and_multiply` computes."""
 _PLAIN, _BY_ROW, _BY_GROUP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_ROUNDS: dict[Rounding, int] = {"row": _BY_ROW.value, "group": _BY_GROUP.value}
+ROUNDS: dict[Rounding | None, int] = {None: _PLAIN.value, "row": _BY_ROW.value, "group": _BY_GROUP.value}
 """How a kernel rounds what it writes."""
+
+
+@triton.jit
+def store_normal(
+    value, factor, output, scales, row, epsilon, output_stride, scale_stride,
+    kind: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Write the norm of a row, [PADDED] in float32, times a weight's factors, which are of the row's dtype `kind` or in
+    float32; rounded to E4M3 where ROUNDS says so."""
+    element = tl.arange(0, PADDED)
+    inside = element < SIZE
+    mean = tl.sum(value * value, axis=0) / SIZE
+    normal = value * tl.rsqrt(mean + epsilon)
+    if factor.dtype == kind:
+        normal = normal.to(kind).to(tl.float32)
+    value = (normal * factor.to(tl.float32)).to(kind)
+    if ROUNDS == _BY_ROW:
+        value, scale = round_row(value.to(tl.float32), PADDED)
+        tl.store(scales + row, scale)
+    elif ROUNDS == _BY_GROUP:
+        value, scale = round_groups(value.to(tl.float32), PADDED)
+        store_scales(scales, scale, row, 0, SIZE, scale_stride, PADDED)
+    tl.store(output + row * output_stride + element, value.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -160,7 +185,7 @@ def _add_and_normalise_kernel(
     element = tl.arange(0, PADDED)
     inside = element < SIZE
     # It depends on nothing: behind the sum it would be waited for once more.
-    factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + element, mask=inside, other=0.0)
     wait_for_all(EARLY)
     kind = hidden.dtype.element_ty
     value = tl.load(hidden + row * hidden_stride + element, mask=inside, other=0.0).to(tl.float32)
@@ -172,24 +197,22 @@ def _add_and_normalise_kernel(
         value += added.to(tl.float32)
         tl.store(hidden + row * hidden_stride + element, value.to(kind), mask=inside)
         value = value.to(kind).to(tl.float32)
-    mean = tl.sum(value * value, axis=0) / SIZE
-    normal = value * tl.rsqrt(mean + epsilon)
-    if weight.dtype.element_ty == kind:
-        normal = normal.to(kind).to(tl.float32)
-    value = (normal * factor).to(kind)
-    if ROUNDS == _BY_ROW:
-        value, scale = round_row(value.to(tl.float32), PADDED)
-        tl.store(scales + row, scale)
-    elif ROUNDS == _BY_GROUP:
-        value, scale = round_groups(value.to(tl.float32), PADDED)
-        store_scales(scales, scale, row, 0, SIZE, scale_stride, PADDED)
-    tl.store(output + row * output_stride + element, value.to(output.dtype.element_ty), mask=inside)
+    store_normal(
+        value, factor, output, scales, row, epsilon, output_stride, scale_stride, kind, SIZE, PADDED, ROUNDS
+    )  # fmt: skip
+
+
+def norm_options(hidden: torch.Tensor) -> dict[str, Any]:
+    """What norms of rows are launched with: the same warps wherever a row is normalised, as the order of a sum follows
+    from them."""
+    return {"num_warps": 4 if hidden.shape[1] <= 4096 else 8, **early(hidden)}
 
 
 def _of_delta(hidden: torch.Tensor, delta: Delta | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """What the kernel takes of `delta`: numbers, shares, and how it is compiled."""
     if isinstance(delta, ExpertSums):
         return *delta, {"ADDS": True, "CHOSEN": delta.made.shape[1]}
+    assert not isinstance(delta, RankSum), "rank_sums.py makes these"
     return hidden if delta is None else delta, hidden, {"ADDS": delta is not None, "CHOSEN": 0}
 
 
@@ -211,8 +234,7 @@ def add_and_normalise(hidden: torch.Tensor, delta: Delta | None, weight: torch.T
     added, shares, kind = _of_delta(hidden, delta)
     _add_and_normalise_kernel[(tokens,)](
         hidden, added, shares, weight, output, output, epsilon, hidden.stride(0), size, 0,
-        SIZE=size, PADDED=triton.next_power_of_2(size), ROUNDS=_PLAIN.value, **kind,
-        num_warps=4 if size <= 4096 else 8, **early(hidden),
+        SIZE=size, PADDED=triton.next_power_of_2(size), ROUNDS=ROUNDS[None], **kind, **norm_options(hidden),
     )  # fmt: skip
     return output
 
@@ -228,8 +250,7 @@ def add_and_normalise_rounded(
     _add_and_normalise_kernel[(tokens,)](
         hidden, added, shares, weight, made.codes, made.scale, epsilon, hidden.stride(0),
         made.codes.stride(0), made.scale.stride(-1),
-        SIZE=size, PADDED=padded, ROUNDS=_ROUNDS[rounding], **kind,
-        num_warps=4 if size <= 4096 else 8, **early(hidden),
+        SIZE=size, PADDED=padded, ROUNDS=ROUNDS[rounding], **kind, **norm_options(hidden),
     )  # fmt: skip
     return made
 
@@ -324,7 +345,7 @@ def activate_and_multiply_rounded(
     block = triton.next_power_of_2(features) if rounding == "row" else _FEATURES
     _activate_and_multiply_rounded_kernel[(tokens, triton.cdiv(features, block))](
         fused, made.codes, made.scale, made.codes.stride(0), made.scale.stride(-1),
-        FEATURES=features, BLOCK=block, ROUNDS=_ROUNDS[rounding], GATE=GATES[activation],
+        FEATURES=features, BLOCK=block, ROUNDS=ROUNDS[rounding], GATE=GATES[activation],
         num_warps=warps_for(block), **early(fused),
     )  # fmt: skip
     return made

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trtrun.kernels.arguments import Activation, Delta, ExpertSums, RoundedRows, Rounding
+from parallel.communicator import Communicator
+from trtrun.kernels.arguments import Activation, Delta, ExpertSums, RankSum, RoundedRows, Rounding
 from trtrun.kernels.cuda.delta_net import CudaRecurrence
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import ExpertCodes, Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import HeadProducts, Product, TorchOperations
-from trtrun.kernels.triton import expert_choice, expert_sums, row_functions, row_tokens, support
+from trtrun.kernels.triton import expert_choice, expert_sums, rank_sums, row_functions, row_tokens, support
 from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton.attention import paged_store
@@ -60,17 +61,25 @@ class TritonOperations(TorchOperations):
     ) -> torch.Tensor:
         if weight.dim() > 1:
             return row_functions.normalise_heads(x, weight, epsilon)
+        if isinstance(delta, RankSum):
+            return rank_sums.sum_and_normalise(x, delta, weight, epsilon)
         return fused_kernels.add_and_normalise(x.reshape(-1, x.shape[-1]), delta, weight, epsilon).view(x.shape)
 
     @override
     def normalise_rounded(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: Delta | None, rounding: Rounding
     ) -> RoundedRows:
+        if isinstance(delta, RankSum):
+            return rank_sums.sum_and_normalise_rounded(x, delta, weight, epsilon, rounding)
         return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon, rounding)
 
     @override
+    def sums_ranks(self, part: torch.Tensor, communicator: Communicator) -> bool:
+        return rank_sums.takes(part, communicator.peer_rows)
+
+    @override
     def added_up(self, delta: Delta) -> torch.Tensor:
-        return expert_sums.add_up(delta) if isinstance(delta, ExpertSums) else delta
+        return expert_sums.add_up(delta) if isinstance(delta, ExpertSums) else super().added_up(delta)
 
     @override
     def square_sums(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,190 @@
+"""Sums over ranks in the kernel that normalises, in Triton's interpreter: a process for each rank, with memory of the
+host in place of the devices'. What GPUs make of it, and of bfloat16, is in tests/ranks/test_sums.py."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from parallel.communicator import PeerRows
+from trtrun.kernels.arguments import RankSum, RoundedRows, Rounding
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+Made = torch.Tensor | RoundedRows
+ROWS, WORDS, SLOTS = 5, 64, 4
+SECONDS = 120
+
+
+class Call(NamedTuple):
+    """One sum: rows and their numbers."""
+
+    rows: int
+    size: int
+    rounding: Rounding | None = None
+
+
+def numbers(call: Call, index: int, rank: int) -> torch.Tensor:
+    """What a rank adds; of rank -1 the stream, and of rank -2 the weight."""
+    generator = torch.Generator().manual_seed(1000 * index + rank + 2)
+    rows = (call.size,) if rank == -2 else (call.rows, call.size)
+    return (torch.randn(rows, generator=generator) * 3).half()
+
+
+def bits_of(made: Made, size: int) -> list[torch.Tensor]:
+    """What a norm has written."""
+    if isinstance(made, torch.Tensor):
+        return [made.view(torch.int16)]
+    return [made.codes[:, :size].view(torch.uint8), made.scale.contiguous().view(torch.int32)]
+
+
+def run_rank(rank: int, ranks: int, memory: torch.Tensor, calls: list[Call], path: Path) -> None:
+    """One rank's life: all calls, whose results it writes to a file."""
+    from trtrun.kernels.triton.rank_sums import sum_and_normalise, sum_and_normalise_rounded
+
+    bases = [memory[(rank + step) % ranks].data_ptr() for step in range(ranks)]
+    own, *others = (base + 8 * ROWS for base in bases)
+    peers = PeerRows(rank, ranks, ROWS, WORDS, SLOTS, bases[0], own, tuple(others))
+    communicator: Any = SimpleNamespace(peer_rows=peers)
+    results = []
+    for index, call in enumerate(calls):
+        hidden, part = numbers(call, index, -1), numbers(call, index, rank)
+        weight, delta = numbers(call, index, -2), RankSum(part, communicator)
+        if call.rounding is None:
+            made: Made = sum_and_normalise(hidden, delta, weight, 1e-5)
+        else:
+            made = sum_and_normalise_rounded(hidden, delta, weight, 1e-5, call.rounding)
+        results.append((hidden, made))
+    torch.save(results, path)
+
+
+def run_ranks(ranks: int, calls: list[Call], folder: Path, first_call: int) -> list[list[tuple[torch.Tensor, Made]]]:
+    """What each rank made of the calls: the stream, and its norm."""
+    memory = torch.zeros((ranks, ROWS + SLOTS * ranks * ROWS * WORDS), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    memory[:, :ROWS].view(torch.int32)[:, :ROWS] = torch.tensor(first_call).to(torch.int32)
+    context = multiprocessing.get_context("fork")
+    paths = [folder / f"rank-{rank}.pt" for rank in range(ranks)]
+    processes = [
+        context.Process(target=run_rank, args=(rank, ranks, memory, calls, path)) for rank, path in enumerate(paths)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(SECONDS)
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+    assert not late, "ranks wait for each other"
+    counts = memory[:, :ROWS].view(torch.int32)[:, :ROWS]
+    due = [sum(row < call.rows for call in calls) for row in range(ROWS)]
+    assert (counts - torch.tensor(first_call).to(torch.int32)).tolist() == [due] * ranks
+    return [torch.load(path, weights_only=False) for path in paths]
+
+
+def check(ranks: int, calls: list[Call], folder: Path, first_call: int = 0) -> None:
+    """Bits are those of a sum in the order of the ranks, rounded once, and of the norm behind it."""
+    from trtrun.kernels.triton.fused import add_and_normalise, add_and_normalise_rounded
+
+    found = run_ranks(ranks, calls, folder, first_call)
+    for index, call in enumerate(calls):
+        total = numbers(call, index, 0).float()
+        for rank in range(1, ranks):
+            total += numbers(call, index, rank).float()
+        hidden, weight = numbers(call, index, -1), numbers(call, index, -2)
+        if call.rounding is None:
+            made: Made = add_and_normalise(hidden, total.half(), weight, 1e-5)
+        else:
+            made = add_and_normalise_rounded(hidden, total.half(), weight, 1e-5, call.rounding)
+        for of_rank in found:
+            stream, norm = of_rank[index]
+            assert torch.equal(stream, hidden), (index, call)
+            both = zip(bits_of(norm, call.size), bits_of(made, call.size), strict=True)
+            assert all(torch.equal(one, other) for one, other in both), (index, call)
+
+
+@needs_interpreter
+def test_bits_are_those_of_a_sum_and_a_norm(tmp_path: Path) -> None:
+    """Whatever rows and sizes follow each other in the same places."""
+    calls = [
+        Call(1, 70),
+        Call(5, 128),
+        Call(2, 64),
+        Call(1, 128),
+        Call(1, 2),
+        Call(4, 126, "row"),
+        Call(3, 128, "group"),
+    ]
+    check(2, [*calls, Call(1, 70), Call(5, 70)], tmp_path)
+
+
+@needs_interpreter
+def test_ranks_are_added_in_their_order(tmp_path: Path) -> None:
+    check(3, [Call(2, 128), Call(1, 70)], tmp_path)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("first_call", [2**24 - 3, 2**31 - 3, 2**32 - 3], ids=hex)
+def test_numbers_of_calls_wrap(tmp_path: Path, first_call: int) -> None:
+    check(2, [Call(1 + index % 2, 64) for index in range(8)], tmp_path, first_call)
+
+
+COMPILE = """
+import json
+import re
+from triton import next_power_of_2
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from trtrun.kernels.triton import fused, rank_sums
+
+KINDS = dict.fromkeys(("hidden", "delta", "weight", "output", "scales"), "*bf16") | {"part": "*i32", "epsilon": "fp32"}
+KINDS |= dict.fromkeys(("hidden_stride", "output_stride", "scale_stride", "rows"), "i32")
+KINDS |= dict.fromkeys(("calls", "own", *(f"other{number}" for number in range(7))), "i64")
+
+def compiled(kernel, size, **constants):
+    warps, names = 4 if size <= 4096 else 8, list(kernel.arg_names)
+    constants |= {"SIZE": size, "PADDED": next_power_of_2(size), "ROUNDS": 0, "EARLY": True}
+    kinds = {name: KINDS[name] for name in names if name not in constants}
+    even = [name for name, kind in kinds.items() if kind[0] == "*" or name in ("hidden_stride", "output_stride")]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: kinds.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in even},
+    )
+    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm
+    layouts = dict(re.findall("^(#blocked[0-9]*) = (.*)$", code["ttgir"], re.M))
+    sums = re.findall(r"\\}\\) : \\(tensor<([0-9]+xf32), (#blocked[0-9]*)>\\) -> f32", code["ttgir"])
+    return {"sums": [[shape, layouts[name]] for shape, name in sums], "ptx": code["ptx"]}
+
+print(json.dumps([
+    [compiled(fused._add_and_normalise_kernel, size, ADDS=True),
+     compiled(rank_sums._sum_and_normalise_kernel, size, RANK=rank, RANKS=ranks, SLOTS=4, WORDS=4096, ORDERED=True)]
+    for size, rank, ranks in ((4096, 0, 2), (5120, 7, 8))
+]))
+"""
+
+
+def test_compiled_kernels_add_squares_in_one_order(tmp_path: Path) -> None:
+    """Which follows from the layout; for compute capability 9.0, which needs no GPU. Words are written and read whole,
+    for the whole system, and tiny numbers are kept."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for plain, summed in json.loads(done.stdout.splitlines()[-1]):
+        assert len(plain["sums"]) == 1 and plain["sums"] == summed["sums"]
+        of_squares = [code["ptx"].count("fma.rn.f32") for code in (plain, summed)]
+        assert of_squares[0] == of_squares[1] > 0
+        assert "st.relaxed.sys.global.v2.b64" in summed["ptx"] and "ld.volatile.global.v2.b64" in summed["ptx"]
+        assert "add.ftz" not in summed["ptx"] and "griddepcontrol.wait" in summed["ptx"]
