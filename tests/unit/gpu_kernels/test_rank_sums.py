@@ -147,7 +147,7 @@ from trtrun.kernels.triton import fused, rank_sums
 
 KINDS = dict.fromkeys(("hidden", "delta", "weight", "output", "scales"), "*bf16") | {"part": "*i32", "epsilon": "fp32"}
 KINDS |= dict.fromkeys(("hidden_stride", "output_stride", "scale_stride", "rows"), "i32")
-KINDS |= dict.fromkeys(("calls", "own", *(f"other{number}" for number in range(7))), "i64")
+KINDS |= {"shares": "*fp32"} | dict.fromkeys(("calls", "own", *(f"other{number}" for number in range(7))), "i64")
 
 def compiled(kernel, size, **constants):
     warps, names = 4 if size <= 4096 else 8, list(kernel.arg_names)
@@ -166,7 +166,7 @@ def compiled(kernel, size, **constants):
     return {"sums": [[shape, layouts[name]] for shape, name in sums], "ptx": code["ptx"]}
 
 print(json.dumps([
-    [compiled(fused._add_and_normalise_kernel, size, ADDS=True),
+    [compiled(fused._add_and_normalise_kernel, size, ADDS=True, CHOSEN=0),
      compiled(rank_sums._sum_and_normalise_kernel, size, RANK=rank, RANKS=ranks, SLOTS=4, WORDS=4096, ORDERED=True)]
     for size, rank, ranks in ((4096, 0, 2), (5120, 7, 8))
 ]))
