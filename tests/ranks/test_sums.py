@@ -180,9 +180,9 @@ def test_rows_are_summed_on_the_way_to_a_norm(communicator: Communicator, dtype:
     from trtrun.kernels.triton.rank_sums import sum_and_normalise, sum_and_normalise_rounded, takes
 
     device, rank = communicator.device, communicator.rank
-    shapes = [(rows, size) for size in (64, 70, 4096, 5120, 8192) for rows in (1, 2, peers.rows)]
+    shapes = [(rows, size) for size in (512, 600, 4096, 5120, 8192) for rows in (1, 2, peers.rows)]
     assert all(takes(torch.empty(shape, dtype=dtype), peers) for shape in shapes)
-    for shape in ((peers.rows + 1, 64), (1, 2 * peers.words + 2), (1, 63)):
+    for shape in ((peers.rows + 1, 512), (1, 2 * peers.words + 2), (1, 513), (1, 256)):
         assert not takes(torch.empty(shape, dtype=dtype), peers)
     streams = [sample(9, shape, dtype, 1).to(device) for shape in shapes]  # the same on all ranks
     parts = [sample(rank, shape, dtype).to(device) for shape in shapes]

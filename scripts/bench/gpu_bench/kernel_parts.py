@@ -25,7 +25,7 @@ def play_kernels(bench: Workbench) -> None:
     total = bench.table(
         "8B-shaped target, plain, one row: µs a token", "way", "rank", "token", "products", "other kernels", "nothing"
     )
-    columns = ("way", "rank", "kernel", "product", "calls a token", "µs a token, beside nothing longer", "in all")
+    columns = ("way", "rank", "kernel", "product", "calls a token", "µs a token, behind the one before", "in all")
     kernels = bench.table("The same by kernel", *columns, "nothing behind it")
     for way, placement in (("one device", ONE), ("TP 2", BOTH)):
         for found in _profile(bench, way.replace(" ", "-"), bench.config("8b", placement, drafts=False)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,7 +26,8 @@ class Share:
 
     Attributes:
         calls: of them that began in it.
-        own: while no product ran, and nothing that had begun before it; of products while one ran.
+        own: while nothing ran that had begun before it. Kernels that begin early wait for those before them, so along
+            a chain of such kernels it is the time from the end of the one before to its own.
         running: of all, whatever ran beside.
         idle_behind: until the next kernel began, where nothing ran meanwhile.
     """
@@ -65,12 +66,8 @@ def sweep(kernels: Iterable[Kernel], start: int, end: int) -> dict[str, Share]:
         last = next((kernel for kernel in running if kernel.end <= moment), last)
         running = [kernel for kernel in running if kernel.end > moment]
         if running:
-            shares[_owner(running).name].own += following - moment
+            shares[min(running, key=lambda kernel: kernel.start).name].own += following - moment
         elif last is not None:
             shares[last.name].idle_behind += following - moment
     return shares
 
-
-def _owner(running: Sequence[Kernel]) -> Kernel:
-    """Whose a moment is: a product's, or else that of the kernel that began first."""
-    return min(running, key=lambda kernel: (not is_product(kernel.name), kernel.start))

@@ -2,8 +2,8 @@
 
 One process, so a target and its draft share a device. Rows decode fresh random prompts, plain and, where the
 configuration has a draft, speculative, first without and then with torch's profiler, which sees the kernels of graphs,
-too. A moment is a product's while one runs, else that kernel's which began first (kernel_sweep.py). On CPUs operations
-of torch stand in kernels' place. The last line is a JSON object.
+too. A moment is that kernel's which began first (kernel_sweep.py). On CPUs operations of torch stand in kernels'
+place. The last line is a JSON object.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def play_round_kernels(bench: Workbench, pair: str) -> None:
             f"under the profiler {entry['token_us']:.0f} µs: products {entry['products_us']:.0f}, other kernels "
             f"{entry['other_kernels_us']:.0f}, nothing {entry['idle_us']:.0f}; {entry['launches']:.0f} kernels"
         )
-        table = bench.table(title, "kernel", "calls", "µs, beside nothing longer", "in all", "nothing behind it")
+        table = bench.table(title, "kernel", "calls", "µs, behind the one before", "in all", "nothing behind it")
         for kernel in entry["kernels"][:SHOWN]:
             times = (kernel[name] for name in ("calls", "us", "running_us", "idle_behind_us"))
             table.add(kernel["name"][:60], *times)

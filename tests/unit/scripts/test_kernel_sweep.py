@@ -17,7 +17,7 @@ from scripts.bench.gpu_bench.served_loss import read_pieces
 PRODUCT, SUM, NORM = "_product_kernel", "two_shot_bf16", "_add_and_normalise_kernel"
 
 
-def test_each_moment_is_a_products_or_that_of_who_began_first_or_nobodys() -> None:
+def test_each_moment_is_that_of_who_began_first_or_nobodys() -> None:
     kernels = [
         Kernel(PRODUCT, 0, 10),
         Kernel(SUM, 8, 20),  # begins while the product ends
@@ -25,12 +25,12 @@ def test_each_moment_is_a_products_or_that_of_who_began_first_or_nobodys() -> No
         Kernel(PRODUCT, 30, 40),
         Kernel(NORM, 32, 36),
         Kernel(SUM, 60, 70),
-        Kernel(PRODUCT, 65, 70),  # whose moments are its own as soon as it begins
+        Kernel(PRODUCT, 65, 75),  # begins early, and waits
     ]
     shares = sweep(kernels, 0, 80)
     assert shares == {
-        PRODUCT: Share(calls=3, own=25, running=25, idle_behind=20),
-        SUM: Share(calls=2, own=15, running=22, idle_behind=10),
+        PRODUCT: Share(calls=3, own=25, running=30, idle_behind=25),
+        SUM: Share(calls=2, own=20, running=22),
         NORM: Share(calls=2, own=5, running=11, idle_behind=5),
     }
     assert sum(share.own + share.idle_behind for share in shares.values()) == 80

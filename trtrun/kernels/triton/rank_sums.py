@@ -25,6 +25,8 @@ from trtrun.kernels.triton.fused import ROUNDS, empty_rows, norm_options, store_
 
 _MOST_OTHERS = 7
 _HIGHEST_BIT = tl.constexpr(-(1 << 31))
+_LEAST = 512
+"""Numbers of a row: of fewer a thread would have one word, where two are written at a time."""
 _TURN = tl.constexpr(1 << 24)
 """In so many calls all places are cleared once, so that no word from 2^31 calls ago is taken for one of now."""
 
@@ -34,7 +36,7 @@ def takes(part: torch.Tensor, peers: PeerRows | None) -> bool:
     if peers is None or part.dtype not in (torch.bfloat16, torch.float16) or not part.is_contiguous():
         return False
     rows, size = part.shape
-    return 0 < rows <= peers.rows and size % 2 == 0 and size <= 2 * peers.words
+    return 0 < rows <= peers.rows and size % 2 == 0 and _LEAST <= size <= 2 * peers.words
 
 
 _SEND = tl.constexpr("""{
