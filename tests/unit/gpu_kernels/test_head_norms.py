@@ -239,8 +239,9 @@ def compiled(kernel, constants, num_warps):
     code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     reduced = [line for line in code.asm["ttgir"].splitlines() if line.strip().startswith("}) : (tensor<")]
     ptx = code.asm["ptx"]
+    moves = code.asm["ttgir"].count("convert_layout")
     fetches = 0 < ptx.find("prefetch.") < ptx.find("griddepcontrol.wait")
-    return [line.split("<")[1].split("xf32")[0] for line in reduced], ptx.count("bar.sync"), fetches
+    return [line.split("<")[1].split("xf32")[0] for line in reduced], moves, fetches
 
 def alone(size, padded):
     sizes = {"HEADS": 36, "SIZE": size, "ROWS": 8, "PADDED": padded, "EARLY": True}
@@ -258,8 +259,8 @@ print(json.dumps(made))
 
 
 def test_squares_are_added_in_one_order(tmp_path: Path) -> None:
-    """As compiled for compute capability 9.0: only pairs are summed, which have one order in any layout. One token's
-    program waits for no other thread, and asks for its weight before it waits for the kernel before it."""
+    """As compiled for compute capability 9.0: only pairs are summed, which have one order in any layout. Layouts change
+    three times at most (with Triton 3.6), and weights are asked for before the kernel before is waited for."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
@@ -268,9 +269,8 @@ def test_squares_are_added_in_one_order(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for kernels, sums in zip(json.loads(done.stdout.splitlines()[-1]), (6, 7, 7, 8), strict=True):
         (alone, _, _), *rotating = kernels
-        assert (
-            len(alone) == sums and [len(reduced) for reduced, _, _ in rotating] == [3 * sums] * 3
-        )  # queries, keys, values
+        assert len(alone) == sums
+        assert [len(reduced) for reduced, _, _ in rotating] == [3 * sums] * 3  # queries, keys, values
         assert all(one.endswith("x2") for reduced, _, _ in kernels for one in reduced)
-        assert rotating[0][1] == 0
+        assert all(moves <= 3 for _, moves, _ in kernels)
         assert all(fetches for _, _, fetches in rotating)
