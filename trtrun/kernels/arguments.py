@@ -141,9 +141,8 @@ class AttentionCall(NamedTuple):
     """All that one layer's attention takes of a forward. What a backend cannot do it refuses when it is chosen.
 
     Attributes:
-        query_key: [tokens, heads + kv_heads, head]: the queries, then the keys, not rotated yet, and not normalised
-            where there is a `head_norm`; of a batch with forks those of its tokens where the backend `reads_forks`,
-            else of its places.
+        query_key: [tokens, heads + kv_heads, head]: the queries, then the keys, not rotated yet; of a batch with forks
+            those of its tokens where the backend `reads_forks`, else of its places.
         value: [tokens, kv_heads, head] of the same tokens; with no heads where the layer attends in keys and values
             of another, and writes none: then there are only queries in front of it.
         angles: cosines and signed sines, [places, 1, head] each; see RotaryEmbedding.
@@ -154,10 +153,10 @@ class AttentionCall(NamedTuple):
         kv_scales: of the layer's keys and values by head, [2, kv_heads] float32 (numbers of bfloat16), where the
             store's format has scales of layers.
         soft_cap: c of c * tanh(score / c), which scores become before it is seen who sees whom; None leaves them.
-        head_norm: what queries and keys are to be normalised by before they are rotated, of the heads of `query_key`;
-            only where the backend `normalises_heads`. None where they are normalised, or nothing does that.
         sinks: [heads] float32: one more score of each query head, neither scaled nor capped, which every query meets
             and which has no value (arXiv:2309.17453, as gpt-oss learns them); None without.
+        head_norm, value_norm: what the heads of `query_key` are to be normalised by before they are rotated, and those
+            of `value`; only where the backend `normalises_heads`. None where they are normalised, or nothing does that.
     """
 
     query_key: torch.Tensor
@@ -171,6 +170,7 @@ class AttentionCall(NamedTuple):
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     head_norm: NormByHead | None = None
+    value_norm: NormByHead | None = None
 
     @property
     def writes(self) -> bool:

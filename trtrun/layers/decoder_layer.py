@@ -148,12 +148,8 @@ class Attention:
         gates = fused.shape[1] - self.gated_heads
         first_value = self.rotated_heads - self.value_heads
         query_key, value = fused[:, : self.rotated_heads], fused[:, first_value:gates]
-        if self.value_norm is not None:
-            value = self.value_norm(value)
-        norm = None
-        if self.head_norm is not None:
-            norm = self.head_norm.by_head if self.backend.normalises_heads else None
-            query_key = query_key if norm is not None else self.head_norm(query_key)
+        query_key, head_norm = self._normalise(query_key, self.head_norm)
+        value, value_norm = self._normalise(value, self.value_norm)
         call = AttentionCall(
             query_key,
             value,
@@ -165,12 +161,20 @@ class Attention:
             self.kv_scales,
             self.soft_cap,
             self.sinks,
-            norm,
+            head_norm,
+            value_norm,
         )
         attended = attend(self.backend, call)
         if self.gated_heads:
             attended = operations_of(attended.device.type).gate_heads(fused[:, gates:], attended)
         return attended.flatten(1)
+
+    def _normalise(self, heads: torch.Tensor, norm: HeadNorm | None) -> tuple[torch.Tensor, NormByHead | None]:
+        """Heads, normalised, or as they are with what the backend is to normalise them by."""
+        if norm is None:
+            return heads, None
+        by_head = norm.by_head if self.backend.normalises_heads else None
+        return (norm(heads), None) if by_head is None else (heads, by_head)
 
 
 class RowParallelLinear:

@@ -1,9 +1,9 @@
 """Writing to the paged KV store and copying within it, as Triton kernels for CUDA.
 
-New keys are normalised, where the layer does that, and rotated before they are written. The norm has the bits of
-`normalise_heads`; rotation rounds where the torch operations of `trtrun.kernels.cpu.operations` round. Copies of blocks
-and tokens take all layers in one kernel. A store may have more numbers than 32 bits count: torch's indexing then runs
-once for every part that has fewer, sixty kernels where one does.
+New keys are normalised, where the layer does that, and rotated before they are written, and values normalised. Norms
+have the bits of `normalise_heads`; rotation rounds where the torch operations of `trtrun.kernels.cpu.operations` round.
+Copies of blocks and tokens take all layers in one kernel. A store may have more numbers than 32 bits count: torch's
+indexing then runs once for every part that has fewer, sixty kernels where one does.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from trtrun.kvcache.segments import AttentionSegment
 
 
 @triton.jit
-def _load_heads(
-    start, weight, cosine, sine, place, known, HEAD: tl.constexpr, PADDED: tl.constexpr, HAS_NORM: tl.constexpr
-):
+def _load_heads(start, weight, cosine, sine, place, mask, HEAD: tl.constexpr, HAS_NORM: tl.constexpr):
     """The heads that begin at `start` [TOKENS, 1], the other halves beside them, the numbers of the norm's weight for
-    both, and the angles of their places: [TOKENS, PADDED] float32 each, asked for before any of it is waited for."""
-    element = tl.arange(0, PADDED)[None, :]
+    both, and the angles of their places: float32 of the shape of `mask`, [TOKENS, PADDED], each. All of it is asked for
+    before any is waited for."""
+    element = tl.arange(0, mask.shape[1])[None, :]
     other_half = (element + HEAD // 2) % HEAD
-    mask = known & (element < HEAD)
     own = tl.load(start + element, mask=mask, other=0.0).to(tl.float32)
     partner = tl.load(start + other_half, mask=mask, other=0.0).to(tl.float32)
     own_weight, partner_weight = own, partner
@@ -102,14 +100,15 @@ def _put(
 )
 def _rotate_and_write_kernel(
     query_key, value, cosine, sine, positions, tables, nodes, store, scales, value_offset, layer_scales, rotated,
-    weight, epsilon, query_token, query_head, value_token, value_head, position_row, position_query, table_row,
+    weight, epsilon, value_weight, value_epsilon,
+    query_token, query_head, value_token, value_head, position_row, position_query, table_row,
     places, queries, heads, kv_heads,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, HAS_NODES: tl.constexpr,
-    HAS_NORM: tl.constexpr, NORM_LINES: tl.constexpr, CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr,
-    EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, NORM_LINES: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, CODES: tl.constexpr,
+    HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of the tokens at TOKENS places: those of queries, of keys, and of values, in this order. Queries and
-    keys are normalised by `weight`, where there is a norm."""
+    keys are normalised by `weight`, where they have a norm, and values by `value_weight`."""
     head = tl.program_id(1)
     if HAS_NORM:
         weight += tl.minimum(head, heads + kv_heads - 1) * HEAD  # values have none
@@ -127,7 +126,7 @@ def _rotate_and_write_kernel(
     kv_head = (head - heads) % kv_heads
     if head < heads + kv_heads:
         start = query_key + token * query_token + head * query_head
-        loaded = _load_heads(start, weight, cosine, sine, place, known, HEAD, PADDED, HAS_NORM)
+        loaded = _load_heads(start, weight, cosine, sine, place, mask, HEAD, HAS_NORM)
         if head < heads:
             made = _rotated(loaded, epsilon, HEAD, PADDED, HAS_NORM, rounds_first, kind)
             tl.store(rotated + (place * heads + head) * HEAD + element, made, mask=mask)
@@ -142,7 +141,12 @@ def _rotate_and_write_kernel(
                 BLOCK_SIZE, HEAD, CODES, HAS_LAYER_SCALES,
             )  # fmt: skip
     else:
-        made = tl.load(value + token * value_token + kv_head * value_head + element, mask=mask)
+        made = tl.load(value + token * value_token + kv_head * value_head + element, mask=mask, other=0.0)
+        if HAS_VALUE_NORM:
+            at = kv_head * HEAD + tl.broadcast_to(element, made.shape)
+            own, of_weight = made.to(tl.float32), tl.load(value_weight + at, mask=mask, other=0.0).to(tl.float32)
+            factor = factor_of_heads(own, value_epsilon, HEAD, PADDED)
+            made = weigh_heads(own, factor, of_weight, value_weight.dtype.element_ty == kind, kind)
         tile, within = find_slot(
             positions, tables, place, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
             BLOCK_SIZE,
@@ -154,8 +158,8 @@ def _rotate_and_write_kernel(
 
 
 def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: torch.Tensor, kept: KeptNumbers) -> None:
-    """Normalise and rotate queries and keys of the tokens at a segment's places; the keys go to the store with the
-    values, where there are any.
+    """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values, where
+    there are any. What the call brings norms for is normalised first.
 
     Args:
         call: what attention takes; queries, keys and values are of its batch's tokens.
@@ -175,17 +179,17 @@ def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: to
     kv_heads, block_size = store_layer.shape[2:4]
     count, heads, head_dim = rotated.shape
     written = 2 * kv_heads if call.writes else 0
-    at_once, norm = _tokens_at_once(count * (heads + written)), call.head_norm
+    at_once, norm, value_norm = _tokens_at_once(count * (heads + written)), call.head_norm, call.value_norm
     _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + written)](
         query_key, value if call.writes else query_key, cosine, sine, segment.positions, segment.block_tables,
         segment.positions if nodes is None else nodes, store_layer, kept.token_scales, store_layer.stride(0),
-        kept.layer_scales, rotated, *(norm or (query_key, 0.0)),
+        kept.layer_scales, rotated, *(norm or (query_key, 0.0)), *(value_norm or (query_key, 0.0)),
         query_key.stride(0), query_key.stride(1), value.stride(0), value.stride(1),
         segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
         count, segment.queries, heads, kv_heads,
         BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), TOKENS=at_once,
         HAS_NODES=nodes is not None, HAS_NORM=norm is not None, NORM_LINES=0 if norm is None else lines_of(norm[0], 1),
-        CODES=kept.codes, HAS_LAYER_SCALES=kept.has_layer_scales,
+        HAS_VALUE_NORM=value_norm is not None, CODES=kept.codes, HAS_LAYER_SCALES=kept.has_layer_scales,
         num_warps=max(1, at_once // 4), **early(query_key),
     )  # fmt: skip
 
