@@ -260,6 +260,7 @@ class CausalLM:
             self._attention[head_dim].copy_tokens(data, of_source, of_target, offset)
 
     @inference
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] of `forward` → [n, vocab_size] float32, on the ranks that read them (`VocabularyHead`)."""
-        return self._head(hidden)
+    def logits(self, hidden: torch.Tensor, *, widens: bool = True) -> torch.Tensor:
+        """hidden [n, hidden] of `forward` → [n, vocab_size] float32, on the ranks that read them; not `widens` leaves
+        that to who copies them (`VocabularyHead`)."""
+        return self._head(hidden, widens=widens)
