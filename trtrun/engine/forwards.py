@@ -326,7 +326,7 @@ class Forwards:
         count, queries = tokens.shape
         segment = AttentionSegment(0, count, queries, block_tables, positions)
         batch = AttentionBatch([segment], self._rows.block_size)
-        tokens, positions = tokens.reshape(-1), positions.reshape(-1).clamp(min=0)
+        tokens, positions = tokens.reshape(-1), positions.reshape(-1)
         wanted = None
         if 0 < num_last < queries:
             places = torch.arange(count * queries, device=self._device).view(count, queries)

@@ -173,7 +173,7 @@ class CausalLM:
 
         Args:
             tokens: [tokens] int64 on the device, in the order of the batch's segments.
-            positions: [tokens] int64 on the device: position of each token in its row, 0 for padding.
+            positions: [tokens] int64 on the device: position of each token in its row; -1 is padding.
             attention: the segments; their block tables cover every position.
             store: this rank's KV store.
             wanted: [n] int64 on the device: tokens whose result is read; None for all, in their order.

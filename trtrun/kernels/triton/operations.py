@@ -14,9 +14,9 @@ from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import ExpertCodes, Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import HeadProducts, Product, TorchOperations
+from trtrun.kernels.triton import angles, row_functions, row_tokens, support
 from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
-from trtrun.kernels.triton import row_functions, row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
 from trtrun.kernels.triton.attention.latent_attention import PagedLatents
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -41,6 +41,7 @@ class TritonOperations(TorchOperations):
 
     lay_out_trees = staticmethod(row_tokens.lay_out)
     accept_paths = staticmethod(row_tokens.accept_paths)
+    select_angles = staticmethod(angles.select_angles)
 
     @override
     def name(self, dtype: torch.dtype) -> str:
