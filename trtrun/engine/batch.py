@@ -107,8 +107,7 @@ class ForwardBatch:
 
     Attributes:
         tokens: [tokens] int64.
-        positions: [tokens] int64, of places where the attention has forks; at least 0 (padding stands at 0 here and at
-            -1 in its segment).
+        positions: [tokens] int64, of places where the attention has forks; -1 is padding.
         attention: the segments.
         wanted: [n] int64: tokens whose result is read; None for all.
     """
@@ -247,7 +246,7 @@ class BatchBuilder:
         """The flattened batch, where the result of the tokens `wanted` [n] int64 is read; None for all of them."""
         tokens = self._tokens[0] if len(self._tokens) == 1 else torch.cat(self._tokens)
         flat = [segment.positions.reshape(-1) for segment in self._segments]
-        positions = (flat[0] if len(flat) == 1 else torch.cat(flat)).clamp(min=0)
+        positions = flat[0] if len(flat) == 1 else torch.cat(flat)
         attention = AttentionBatch(self._segments, self._rows.block_size, self._whole_forks(len(positions)))
         return ForwardBatch(tokens, positions, attention, wanted)
 

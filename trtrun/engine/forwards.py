@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -166,12 +167,12 @@ class Forwards:
             device=self._device,
         )
         graphs = ForwardGraphs(
-            self.forward_rows,
+            partial(self.forward_rows, widens=False),
             capture,
             shapes,
             memory,
             most_graphs=asked.most_graphs,
-            forward_trees=self._forward_trees if self.paths is not None else None,
+            forward_trees=partial(self._forward_trees, widens=False) if self.paths is not None else None,
             first_run=first_run,
         )
         if shapes.mixed.all:
@@ -275,7 +276,7 @@ class Forwards:
         tiles, width = prompts.tokens.shape
         lines = torch.arange(start + tiles, device=self._device)
         wanted = torch.where(lines < start, lines, start + (lines - start + 1) * width - 1)
-        return self._model.logits(self.run(builder.build(wanted), in_graph=True))
+        return self._model.logits(self.run(builder.build(wanted), in_graph=True), widens=False)
 
     def run_drafts(self, rows: torch.Tensor, draft: Draft, context: int) -> torch.Tensor:
         """A forward of `rows` [R] and their drafts alone; logits [R * (width + 1), vocab]."""
@@ -313,24 +314,31 @@ class Forwards:
         return self._rows.tables(rows, blocks if self.graphs is None else self.graphs.shapes.blocks(blocks, len(rows)))
 
     def forward_rows(
-        self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, num_last: int
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        num_last: int,
+        *,
+        widens: bool = True,
     ) -> torch.Tensor:
-        """Compute rows as they are, as a `decode_graphs.RowForward`."""
+        """Compute rows as they are, as a `decode_graphs.RowForward`; logits are float32 where it `widens` them."""
         count, queries = tokens.shape
         segment = AttentionSegment(0, count, queries, block_tables, positions)
         batch = AttentionBatch([segment], self._rows.block_size)
-        tokens, positions = tokens.reshape(-1), positions.reshape(-1).clamp(min=0)
+        tokens, positions = tokens.reshape(-1), positions.reshape(-1)
         wanted = None
         if 0 < num_last < queries:
             places = torch.arange(count * queries, device=self._device).view(count, queries)
             wanted = places[:, queries - num_last :].reshape(-1)
-        return self._model.logits(self.run(ForwardBatch(tokens, positions, batch, wanted), in_graph=True))
+        hidden = self.run(ForwardBatch(tokens, positions, batch, wanted), in_graph=True)
+        return self._model.logits(hidden, widens=widens)
 
-    def _forward_trees(self, trees: TreeBatch) -> torch.Tensor:
+    def _forward_trees(self, trees: TreeBatch, *, widens: bool = True) -> torch.Tensor:
         """Logits [R * (nodes + 1), vocab] of trees alone."""
         builder = BatchBuilder(self._rows)
         builder.add_trees(trees)
-        return self._model.logits(self.run(builder.build(None), in_graph=True))
+        return self._model.logits(self.run(builder.build(None), in_graph=True), widens=widens)
 
     def run(self, batch: ForwardBatch, *, in_graph: bool = False) -> torch.Tensor:
         # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.

@@ -311,7 +311,7 @@ class Engine:
         """Feed one token a row: tokens [rows] int64 → logits [rows, vocab] float32."""
         if isinstance(step, GraphStep):
             return self.feed(tokens.unsqueeze(1), step.positions, step.block_tables)
-        positions = step.segments[0].positions.reshape(-1).clamp(min=0)
+        positions = step.segments[0].positions.reshape(-1)
         return self._model.logits(self._forwards.run(ForwardBatch(tokens, positions, step)))
 
     @inference

@@ -70,8 +70,9 @@ class VocabularyHead:
         self._communicator = communicator
         self._reader = reader
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] → [n, vocab_size] float32.
+    def __call__(self, hidden: torch.Tensor, *, widens: bool = True) -> torch.Tensor:
+        """hidden [n, hidden] → [n, vocab_size] float32; or in the product's dtype, where nothing more is computed with
+        them and none `widens` them.
 
         On ranks that do not read them it has the same shape, NaN everywhere, and takes no memory.
         """
@@ -82,7 +83,9 @@ class VocabularyHead:
                 unread = torch.full((1, 1), torch.nan, dtype=torch.float32, device=hidden.device)
                 return unread.expand(hidden.shape[0], self._vocab_size)
             logits = gathered.transpose(0, 1).reshape(hidden.shape[0], -1)
-        logits = logits[:, : self._vocab_size].float()
+        logits = logits[:, : self._vocab_size]
+        if widens or self._ends.changes_logits:
+            logits = logits.float()
         if self._ends.logit_divisor != 1.0:
             logits = logits / self._ends.logit_divisor
         cap = self._ends.logit_soft_cap

@@ -26,6 +26,11 @@ class ModelEnds:
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are computed with behind the head's product."""
+        return self.logit_divisor != 1.0 or self.logit_soft_cap is not None
+
 
 PLAIN_ENDS = ModelEnds()
 """The ends of most models."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from trtrun.kernels.chooser import operations_of
 from trtrun.layers.rope import RopeConfig
 
 # Tables grow by whole chunks of this many positions and each chunk is computed alone: the bits of an angle must not
@@ -116,10 +117,12 @@ class RotaryEmbedding:
         self._cosines, self._sines = torch.cat(cosines), torch.cat(sines)
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines of `positions` ([tokens] int64, on the device, inside what `reserve` covers).
+        """Cosines and signed sines of `positions` ([tokens] int64, on the device, inside what `reserve` covers; -1,
+        padding, counts as 0).
 
         Returns:
             Two tensors [tokens, 1, head_dim] of the model's dtype, for `AttentionBackend.forward`.
         """
-        cosine = self._cosines.index_select(0, positions).unsqueeze(1)
-        return cosine, self._sines.index_select(0, positions).unsqueeze(1)
+        select = operations_of(positions.device.type).select_angles
+        cosine, sine = select(self._cosines, self._sines, positions)
+        return cosine.unsqueeze(1), sine.unsqueeze(1)

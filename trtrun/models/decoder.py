@@ -174,7 +174,7 @@ class CausalLM:
 
         Args:
             tokens: [tokens] int64 on the device, in the order of the batch's segments.
-            positions: [tokens] int64 on the device: position of each token in its row, 0 for padding.
+            positions: [tokens] int64 on the device: position of each token in its row; -1 is padding.
             attention: the segments; their block tables cover every position.
             store: this rank's KV store.
             wanted: [n] int64 on the device: tokens whose result is read; None for all, in their order.
@@ -261,6 +261,7 @@ class CausalLM:
             self._attention[head_dim].copy_tokens(data, of_source, of_target, offset)
 
     @inference
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] of `forward` → [n, vocab_size] float32, on the ranks that read them (`VocabularyHead`)."""
-        return self._head(hidden)
+    def logits(self, hidden: torch.Tensor, *, widens: bool = True) -> torch.Tensor:
+        """hidden [n, hidden] of `forward` → [n, vocab_size] float32, on the ranks that read them; not `widens` leaves
+        that to who copies them (`VocabularyHead`)."""
+        return self._head(hidden, widens=widens)

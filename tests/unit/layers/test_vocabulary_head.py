@@ -6,7 +6,9 @@ import pytest
 import torch
 from paged import LockStepCommunicator, LockStepGroup
 
+from parallel.transports.solo import SoloCommunicator
 from trtrun.layers.embedding import VocabularyHead
+from trtrun.layers.ends import ModelEnds
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
 
@@ -48,3 +50,19 @@ def test_logits_go_to_the_rank_that_reads_them_and_to_no_other(reader: int | Non
             assert communicators[rank].received == 0
             assert logits.isnan().all()
             assert logits.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize(
+    ("ends", "dtype"),
+    [
+        (ModelEnds(), torch.bfloat16),
+        (ModelEnds(logit_divisor=3.0), torch.float32),
+        (ModelEnds(logit_soft_cap=2.0), torch.float32),
+    ],
+)
+def test_logits_are_widened_where_something_is_computed_with_them(ends: ModelEnds, dtype: torch.dtype) -> None:
+    weight, hidden = torch.randn(6, HIDDEN).bfloat16(), torch.randn(ROWS, HIDDEN).bfloat16()
+    head = VocabularyHead(share(weight, 0), 5, SoloCommunicator(), ends=ends)
+    wide, narrow = head(hidden), head(hidden, widens=False)
+    assert (wide.dtype, narrow.dtype) == (torch.float32, dtype)
+    assert torch.equal(narrow.float(), wide)

@@ -29,11 +29,12 @@ from trtrun.sampling.distributions import KeyedRanks
 from trtrun.sampling.filters import likeliest
 
 RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""(tokens [R, Q], positions [R, Q], block_tables [R, blocks], num_last) → logits [R * num_last, vocab] float32, of the
-last queries of each row, or [R * Q, vocab] where num_last is 0."""
+"""(tokens [R, Q], positions [R, Q], block_tables [R, blocks], num_last) → logits [R * num_last, vocab], of the last
+queries of each row, or [R * Q, vocab] where num_last is 0. Here and below they have any floating dtype: a graph writes
+them in float32."""
 
 TreeForward = Callable[[TreeBatch], torch.Tensor]
-"""Trees → logits [R * (nodes + 1), vocab] float32."""
+"""Trees → logits [R * (nodes + 1), vocab]."""
 
 MOST_STEPS = 16
 """Steps of a chain between two looks of the host."""
@@ -212,7 +213,7 @@ class ForwardGraphs(GraphCache):
             *parameters: torch.Tensor,
         ) -> torch.Tensor:
             where = positions.index_select(1, step)
-            logits = self._forward(token.unsqueeze(1), where, block_tables, 1)[:, :vocab_size]
+            logits = self._forward(token.unsqueeze(1), where, block_tables, 1)[:, :vocab_size].float()
             found = likeliest(logits, num_ranked) if keyed is None else keyed.rank(logits, 0, num_ranked, *parameters)
             ranked.index_copy_(1, step, found.unsqueeze(1))
             step.add_(1)
@@ -247,7 +248,7 @@ class RowsBatch(NamedTuple):
 
 
 MixedForward = Callable[[RowsBatch, RowsBatch], torch.Tensor]
-"""Rows, and tiles of prompts → logits [R * Q + tiles, vocab] float32: of all queries of rows, and after the last one of
+"""Rows, and tiles of prompts → logits [R * Q + tiles, vocab]: of all queries of rows, and after the last one of
 each tile."""
 
 

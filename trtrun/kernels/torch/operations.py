@@ -296,6 +296,13 @@ class TorchOperations:
         positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
         return torch.cat((tokens, draft_tokens), dim=1), positions
 
+    def select_angles(
+        self, cosines: torch.Tensor, sines: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lines of two tables [lines, width]: of each the lines `positions` [n] int64, where -1 counts as 0."""
+        lines = positions.clamp(min=0)
+        return cosines.index_select(0, lines), sines.index_select(0, lines)
+
     def copy_blocks(self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy all layers' keys and values of whole blocks.
 
