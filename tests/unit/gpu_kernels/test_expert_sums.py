@@ -148,7 +148,7 @@ COMPILE = """
 import json, re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from trtrun.kernels.triton import expert_choice, fused
+from trtrun.kernels.triton import expert_choice, experts, fused
 
 def compiled(kernel, constants, kinds, num_warps):
     names = list(kernel.arg_names)
@@ -184,7 +184,18 @@ def choice(count, chosen, kind, packed, sigmoid):
     asm = compiled(expert_choice._choose_kernel, sizes, kinds, 1)
     return [asm["ptx"].count(name) for name in ("redux.sync", "shfl.sync", "bar.sync")]
 
+def product(kernel, more):
+    tile = experts.TILES[16][1]
+    kinds = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"pairs": "*i64", "experts": "*i64"}
+    kinds |= dict.fromkeys(("features", "inputs", "num_experts") if "LINES" in more else ("features", "inputs"), "i32")
+    sizes = {"CHOSEN": 1, "ROWS": 16, "FEATURES": tile.features, "INPUTS": tile.inputs, "IS_EVEN": True}
+    sizes |= {"HAS_BIAS": False, "EARLY": True} | more
+    asm = compiled(kernel, sizes, kinds, tile.num_warps)
+    return re.findall(r"griddepcontrol\\.\\w+|prefetch\\.global\\.L2|ld\\.global\\.cg|mma", asm["ptx"])
+
 print(json.dumps({
+    "gates": product(experts._gate_up_kernel, {"GATE": 0, "LIMIT": 1.0}),
+    "product": product(experts._product_kernel, {"LINES": 4}),
     "norms": [[norm(size, chosen, rounds) for chosen in (0, 8)]
               for size, rounds in ((2048, 0), (2880, 0), (7168, 0), (2048, 1), (7168, 2))],
     "choices": [choice(128, 8, "*bf16", True, False), choice(256, 8, "*fp32", False, True)],
@@ -195,7 +206,8 @@ print(json.dumps({
 def test_it_compiles_for_hopper_with_the_same_order_of_sums(tmp_path: Path) -> None:
     """The mean of squares is added up in the layout of the norm without sums, by as many operations; of what is added
     up each number is one that rounds once. Weights are asked for before the kernel waits, and a choice is found by
-    instructions of a warp, but for the sum of softmax and its largest number."""
+    instructions of a warp, but for the sum of softmax and its largest number. The product behind gates asks for
+    weights before it waits, once gates have waited."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
@@ -208,4 +220,10 @@ def test_it_compiles_for_hopper_with_the_same_order_of_sums(tmp_path: Path) -> N
         of_thread = size // (32 * (4 if size <= 4096 else 8))
         assert summing["operations"] == plain["operations"] | {"fma": plain["operations"]["fma"] + 8 * of_thread}
         assert plain["loads"][0] == summing["loads"][0] == of_thread // 8
+    assert found["gates"][:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    asked = found["product"]
+    assert asked[0] == "ld.global.cg" and asked[-1] == "mma"
+    until = asked.index("griddepcontrol.launch_dependents")
+    assert asked[until + 1] == "griddepcontrol.wait" and "prefetch.global.L2" in asked[1:until]
+    assert "prefetch.global.L2" not in asked[until:]
     assert found["choices"] == [[16, 10, 0], [24, 0, 0]]
