@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from family_checkpoints import write_family
+from native import leave_to_torch
+from paged import PagedModel
+from pipelines import prompt_of
 
 from trtrun.kernels import chooser
 from trtrun.kernels.arguments import Activations, Delta, ExpertSums
-from trtrun.kernels.torch.experts import Choice, choose_experts
+from trtrun.kernels.torch.experts import Choice, Experts, choose_experts
 from trtrun.layers import decoder_layer, experts
 from trtrun.layers.decoder_layer import DecoderLayer, RMSNorm, add_to
 from trtrun.layers.experts import ExpertsMLP, SharedExpert, SummedExperts
@@ -148,6 +152,40 @@ def test_a_layer_leaves_what_experts_made_to_the_next_norm(kind: str, monkeypatc
     assert left == [False] * 2
     for one, other in zip(found, expected, strict=True):
         assert one.isfinite().all() and torch.equal(one, other)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="needs a machine without a GPU")
+@pytest.mark.usefixtures("sums_without_order")
+def test_a_model_whose_norms_add_up_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to its final norm, in any chunks, and with all that lies at a layer's end."""
+    from trtrun.kernels.triton import experts as kernels
+    from trtrun.kernels.triton.operations import TritonOperations
+
+    class Operations(TritonOperations):
+        """With GPUs' experts on the CPU; a product of units is its weight."""
+
+        def host_experts(self, gate_up: Any, down: Any, activate: Any) -> Experts:
+            def weights(products: Any, inputs: int) -> torch.Tensor:
+                return torch.stack([one(torch.eye(inputs, dtype=DTYPE)).T for one in products]).contiguous()
+
+            both = weights(gate_up, 64), weights(down, 32)
+            return kernels.TritonExperts(both, (None, None), "silu", 1.0)
+
+    leave_to_torch(monkeypatch)
+    for module in (decoder_layer, chooser, experts):
+        monkeypatch.setattr(module, "operations_of", lambda device_type: Operations())
+    added, add_up = [], kernels.add_up
+    monkeypatch.setattr(kernels, "add_up", lambda sums: (added.append(len(sums.made)), add_up(sums))[1])
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "mlp_only_layers": []}
+    model = PagedModel(write_family(tmp_path, "qwen3_moe", **sizes), DTYPE)
+    text = prompt_of(9, seed=1)
+    found = model.forward([[(0, 0, text)]])
+    assert found.isfinite().all() and not added
+    parts = [model.forward([[(1, at, text[at : at + 4])]]) for at in range(0, 9, 4)]
+    assert torch.equal(torch.cat(parts), found)
+    monkeypatch.setattr(kernels, "_MOST_LEFT", 0)
+    assert torch.equal(model.forward([[(2, 0, text)]]), found)
+    assert added == [9, 9]
 
 
 COMPILE = """
