@@ -253,5 +253,11 @@ def streamed_product(
 
 def _depth(rows: int, programs: int, device: torch.device) -> Depth:
     """How far each of so many programs reads ahead."""
-    of_few = (depth for most, depth in FEW_PROGRAMS.items() if rows == 8 and programs <= most * multiprocessors(device))
-    return next(of_few, DEPTHS[rows])
+    key = depth_key(rows, programs, device)
+    return DEPTHS[rows] if key is None else FEW_PROGRAMS[key]
+
+
+def depth_key(rows: int, programs: int, device: torch.device) -> int | None:
+    """Where in FEW_PROGRAMS so many programs of so many rows are; None where they are in DEPTHS."""
+    of_few = (most for most in FEW_PROGRAMS if rows == 8 and programs <= most * multiprocessors(device))
+    return next(of_few, None)
