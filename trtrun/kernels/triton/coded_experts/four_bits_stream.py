@@ -163,7 +163,7 @@ def _product_kernel(
     # Those of STEPS - 1 are asked for, and then one's place is free again when the one behind it is waited for.
     left, slot, free = groups, 0, (STEPS - 1) * STEP
     for step in gl.static_range(STEPS - 1):
-        ask(held, words, scales, x, is_pair, left, inputs, step * STEP, STEP, PARTS, SHIFT)
+        ask(held, (words, scales, x), is_pair, (left, inputs), step * STEP, STEP, PARTS, SHIFT)
         x, words, scales = x + STEP * _GROUP, words + STEP * _WORDS, scales + STEP * PARTS * _TILE
         left, inputs = left - STEP, inputs - STEP * _GROUP
     added, of_feature = _read_ends(bias, factor, expert, features, layout, ADDS, SHIFT, is_gated)
@@ -175,7 +175,7 @@ def _product_kernel(
             own_words, own_scales = take_words(held, slot + group), take_scales(held, (slot + group) * PARTS, PARTS)
             values = held[2].index(slot + group)
             total = _multiply(total, own_words, own_scales, values, layout, PARTS, SHIFT, OFFSET)
-        ask(held, words, scales, x, is_pair, left, inputs, free, STEP, PARTS, SHIFT)
+        ask(held, (words, scales, x), is_pair, (left, inputs), free, STEP, PARTS, SHIFT)
         free, slot = slot, gl.where(slot == (STEPS - 1) * STEP, 0, slot + STEP)
         x, words, scales = x + STEP * _GROUP, words + STEP * _WORDS, scales + STEP * PARTS * _TILE
         left, inputs = left - STEP, inputs - STEP * _GROUP
