@@ -238,7 +238,7 @@ def streamed_product(
     features = weight.features if gate is None else weight.features // 2
     made = x.new_empty((num_pairs, features))
     programs = words.shape[1] if gate is None else 2 * -(-features // TILE)
-    depth = _depth(rows, len(tiles.experts) * programs, words.device)
+    depth = _depth(rows, len(tiles.experts) * programs, words.shape[2], words.device)
     _product_kernel[(len(tiles.experts), programs)](
         x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
         features, weight.inputs, words.shape[1], words.shape[2],
@@ -251,10 +251,11 @@ def streamed_product(
     return made
 
 
-def _depth(rows: int, programs: int, device: torch.device) -> Depth:
-    """How far each of so many programs reads ahead."""
+def _depth(rows: int, programs: int, groups: int, device: torch.device) -> Depth:
+    """How far each of so many programs reads ahead, of so many groups."""
     key = depth_key(rows, programs, device)
-    return DEPTHS[rows] if key is None else FEW_PROGRAMS[key]
+    depth = DEPTHS[rows] if key is None else FEW_PROGRAMS[key]
+    return depth._replace(steps=min(depth.steps, -(-groups // depth.groups) + 1))
 
 
 def depth_key(rows: int, programs: int, device: torch.device) -> int | None:
