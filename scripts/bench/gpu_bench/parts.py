@@ -79,8 +79,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("experts", about, 120, play_experts)
     about = "layers of experts by what they are held in: Qwen3-30B-A3B's and gpt-oss-120b's shapes"
     yield Part("expert-layers", about, 100, play_expert_layers, options.kind == "cuda")
-    about = "the same in bfloat16, with other tiles than those that are used"
-    yield Part("expert-tiles", about, 240, play_expert_tiles, False)
+    about = "the same with other tiles than those that are used"
+    yield Part("expert-tiles", about, 70, play_expert_tiles, False)
     for pair in PROFILED_PAIRS:
         about = f"{pair}-shaped pair, what each kernel of a round takes"
         yield Part(f"kernels:{pair}", about, 80, partial(play_round_kernels, pair=pair), False)

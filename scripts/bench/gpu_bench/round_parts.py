@@ -6,12 +6,16 @@ It knows the programs that measure, and their JSON. It does not know when it run
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from scripts.bench.gpu_bench.placements import ONE
 from scripts.bench.gpu_bench.workbench import Workbench
-from scripts.harness.children import run
+from scripts.harness.children import ChildError, last_words, run, started
 
 HERE = Path(__file__).resolve().parent
 SHOWN = 24
@@ -49,13 +53,26 @@ def play_expert_layers(bench: Workbench) -> None:
 
 
 def play_expert_tiles(bench: Workbench) -> None:
-    """Microseconds a layer of experts in bfloat16 with other tiles than those that are used; on GPUs alone."""
-    report = run([sys.executable, HERE / "expert_tiles.py"], bench.folder, bench.deadline).succeed().last_json()
-    bench.keep({"report": report})
-    columns = ("shape", "rows", "µs as it is", "changed", "features x inputs, warps, stages", "µs")
+    """Microseconds a layer of experts with other tiles than those that are used, or other steps; on GPUs alone."""
+    columns = ("shape", "rows", "µs as it is", "changed", "to", "µs")
     table = bench.table("Layers of experts by tiles", *columns)
-    for entry in report["results"]:
-        for kind in ("gates", "product"):
-            for features, inputs, warps, stages, time in entry[kind]:
-                tile = f"{features} x {inputs}, {warps}, {stages}"
-                table.add(entry["shape"], entry["rows"], entry["us"], kind, tile, time)
+    for entry in results_so_far([sys.executable, HERE / "expert_tiles.py"], bench.folder, bench.deadline):
+        bench.keep({"report": entry})
+        for kind in ("gates", "product", "both"):
+            for changed, time in entry.get(kind, ()):
+                table.add(entry["shape"], entry["rows"], entry["us"], kind, changed, time)
+
+
+def results_so_far(words: Sequence[object], folder: Path, deadline: float) -> list[dict[str, Any]]:
+    """Objects with rows that a program has written, a line each, by its end or the deadline.
+
+    Raises:
+        ChildError: there are none.
+    """
+    with started(words, folder) as child, suppress(ChildError):
+        child.wait(deadline).succeed()
+    lines = [line for line in child.output.splitlines() if line.startswith("{") and line.endswith("}")]
+    results = [found for found in map(json.loads, lines) if "rows" in found]
+    if not results:
+        raise ChildError(f"no results: {last_words(child.errors)}")
+    return results

@@ -118,11 +118,11 @@ def test_experts_in_codes_make_what_plain_torch_does_in_any_company(
 ) -> None:
     """With biases, in tiles of all sizes, and where ranks hold one matrix of both dense."""
     from trtrun.kernels.triton import expert_tiles
-    from trtrun.kernels.triton.coded_experts import coded_experts
+    from trtrun.kernels.triton.coded_experts import coded_experts, four_bits
 
     if not HAS_GPU:
         monkeypatch.setattr(expert_tiles, "FEW_PAIRS", 4)
-        monkeypatch.setattr(coded_experts, "_FEW_PAIRS", 4)
+        monkeypatch.setattr(four_bits, "FEW_PAIRS", 4)
     tokens = 700 if HAS_GPU else 9
     gate_up, down, x, choice = made(shape, tokens)
     gate_up[:, 0, :16] = torch.arange(-8, 8, device=DEVICE) / 2  # all codes of 4 bits

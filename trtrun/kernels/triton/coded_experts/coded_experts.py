@@ -23,9 +23,6 @@ from trtrun.kernels.triton.experts import AddingExperts, PlainProduct
 from trtrun.kernels.triton.fused import activate_and_multiply, activate_and_multiply_rounded, round_activations
 from trtrun.kernels.triton.support import multiplies_fp8
 
-_FEW_PAIRS = 24
-"""Pairs that have a tile each, of experts in 4 bits: widening one's codes twice takes longer than to sort."""
-
 
 class _Product(Protocol):
     """The product with one matrix of all experts; see ByteProduct."""
@@ -105,7 +102,7 @@ class CodedExperts(AddingExperts):
         self._num_experts = len(next(iter(down.tensors.values())) if isinstance(down, ExpertCodes) else down)
         self._activation, self._limit = activation, limit
         products = (self._gate_up, self._down)
-        self._few = _FEW_PAIRS if any(isinstance(it, FourBitProduct) for it in products) else None
+        self._few = four_bits.FEW_PAIRS if any(isinstance(it, FourBitProduct) for it in products) else None
 
     @override
     def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:

@@ -43,6 +43,9 @@ _HEIGHTS = {3: 8, 8: 16, 24: 32, 96: 64}
 """Rows of a tile, by the mean number of pairs of an expert up to which they are taken."""
 _MOST_ROWS = 128
 
+FEW_PAIRS = 24
+"""Pairs that have a tile each: widening an expert's codes twice takes longer than to sort."""
+
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:
     """Rows of a tile for so many pairs: an expert's are to fill one, which then is read once."""

@@ -159,14 +159,14 @@ def _product_kernel(
         gl.allocate_shared_memory(gl.int32, [STEPS * STEP * PARTS, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(kind, [STEPS * STEP, ROWS, _GROUP], rows),
     )
-    added, of_feature = _read_ends(bias, factor, expert, features, layout, ADDS, SHIFT, is_gated)
     total = gl.zeros([_TILE, ROWS], gl.float32, layout=layout)
     # Those of STEPS - 1 are asked for, and then one's place is free again when the one behind it is waited for.
     left, slot, free = groups, 0, (STEPS - 1) * STEP
     for step in gl.static_range(STEPS - 1):
-        ask(held, words, scales, x, is_pair, left, inputs, step * STEP, STEP, PARTS, SHIFT)
+        ask(held, (words, scales, x), is_pair, (left, inputs), step * STEP, STEP, PARTS, SHIFT)
         x, words, scales = x + STEP * _GROUP, words + STEP * _WORDS, scales + STEP * PARTS * _TILE
         left, inputs = left - STEP, inputs - STEP * _GROUP
+    added, of_feature = _read_ends(bias, factor, expert, features, layout, ADDS, SHIFT, is_gated)
     for _ in range(0, groups, STEP):
         async_copy.wait_group(STEPS - 2)
         if by_four_warps:
@@ -175,12 +175,12 @@ def _product_kernel(
             own_words, own_scales = take_words(held, slot + group), take_scales(held, (slot + group) * PARTS, PARTS)
             values = held[2].index(slot + group)
             total = _multiply(total, own_words, own_scales, values, layout, PARTS, SHIFT, OFFSET)
-        ask(held, words, scales, x, is_pair, left, inputs, free, STEP, PARTS, SHIFT)
+        ask(held, (words, scales, x), is_pair, (left, inputs), free, STEP, PARTS, SHIFT)
         free, slot = slot, gl.where(slot == (STEPS - 1) * STEP, 0, slot + STEP)
         x, words, scales = x + STEP * _GROUP, words + STEP * _WORDS, scales + STEP * PARTS * _TILE
         left, inputs = left - STEP, inputs - STEP * _GROUP
     async_copy.wait_group(0)
-    added = added[:, None].broadcast_to(total.shape)
+    added = added.to(gl.float32)[:, None].broadcast_to(total.shape)
     total = total + added if SHIFT == 0 else gl.fma(total, of_feature[:, None].broadcast_to(total.shape), added)
     _store(total.to(kind), y, pairs, features, GATE, LIMIT)
 
@@ -190,14 +190,14 @@ def _read_ends(
     bias, factor, expert, features, LAYOUT: gl.constexpr, ADDS: gl.constexpr, SHIFT: gl.constexpr, GATED: gl.constexpr
 ):
     """What is added to sums of a program's features, and what numbers with an exponent are multiplied by before: [64]
-    float32 each. Read in front of the sums, so that nothing waits for it behind them."""
+    each. Read in front of the sums, so that nothing waits for it behind them."""
     place: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     own, feature = feature_of(gl.arange(0, _TILE, layout=place), features, GATED)
     of_weight = features * 2 if GATED else features
     added = gl.zeros([_TILE], gl.float32, layout=place)
     of_feature = added
     if ADDS:
-        added = gl.load(bias + expert * of_weight + feature, mask=own < features, other=0.0).to(gl.float32)
+        added = gl.load(bias + expert * of_weight + feature, mask=own < features, other=0.0)
     if SHIFT > 0:
         of_feature = gl.load(factor + expert * of_weight + feature, mask=own < features, other=0.0)
     return added, of_feature
@@ -238,7 +238,7 @@ def streamed_product(
     features = weight.features if gate is None else weight.features // 2
     made = x.new_empty((num_pairs, features))
     programs = words.shape[1] if gate is None else 2 * -(-features // TILE)
-    depth = _depth(rows, len(tiles.experts) * programs, words.device)
+    depth = _depth(rows, len(tiles.experts) * programs, words.shape[2], words.device)
     _product_kernel[(len(tiles.experts), programs)](
         x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
         features, weight.inputs, words.shape[1], words.shape[2],
@@ -251,7 +251,14 @@ def streamed_product(
     return made
 
 
-def _depth(rows: int, programs: int, device: torch.device) -> Depth:
-    """How far each of so many programs reads ahead."""
-    of_few = (depth for most, depth in FEW_PROGRAMS.items() if rows == 8 and programs <= most * multiprocessors(device))
-    return next(of_few, DEPTHS[rows])
+def _depth(rows: int, programs: int, groups: int, device: torch.device) -> Depth:
+    """How far each of so many programs reads ahead, of so many groups."""
+    key = depth_key(rows, programs, device)
+    depth = DEPTHS[rows] if key is None else FEW_PROGRAMS[key]
+    return depth._replace(steps=min(depth.steps, -(-groups // depth.groups) + 1))
+
+
+def depth_key(rows: int, programs: int, device: torch.device) -> int | None:
+    """Where in FEW_PROGRAMS so many programs of so many rows are; None where they are in DEPTHS."""
+    of_few = (most for most in FEW_PROGRAMS if rows == 8 and programs <= most * multiprocessors(device))
+    return next(of_few, None)

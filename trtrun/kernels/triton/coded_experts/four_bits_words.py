@@ -133,13 +133,12 @@ def point_at_scales(scales, features, tiles, groups, GATED: gl.constexpr, PARTS:
 
 
 @gluon.jit
-def ask(
-    held, words, scales, x, is_pair, groups, inputs, slot,
-    STEP: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr,
-):  # fmt: skip
-    """Ask for STEP groups, to the places from `slot` on: words, scales and activations of so many `groups` and `inputs`
-    as are left, and zeros behind them."""
+def ask(held, sources, is_pair, left, slot, STEP: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr):
+    """Ask for STEP groups, to the places from `slot` on: words, scales and activations from their `sources`, of so many
+    groups and inputs as are `left`, and zeros behind them."""
     held_words, held_scales, held_rows = held
+    words, scales, x = sources
+    groups, inputs = left
     for group in gl.static_range(STEP):
         place = slot + group
         known = gl.full([LINE, LINE], groups > group, gl.int1, layout=words.type.layout)
