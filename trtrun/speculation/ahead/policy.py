@@ -273,13 +273,14 @@ class AheadPolicy:
         return max(1.01, self._tokens_with_draft or 1 + self._draft_len / 2)
 
     def _chance(self, num_guesses: int, num_rows: int) -> float:
-        """How likely a row's verdict is among so many guesses for all rows."""
-        if num_guesses < num_rows:
-            told = self._hit_chances[0] * num_guesses / num_rows
-        else:
-            told = self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
+        """How likely a row's verdict is among so many guesses for all rows, by what was told and what was seen."""
         ratio = self._num_hits / self._expected_hits if self._has_looked else _HOPED
-        return min(_SUREST, told * ratio)
+        return min(_SUREST, ratio * self._told_chance(num_guesses, num_rows))
+
+    def _told_chance(self, num_guesses: int, num_rows: int) -> float:
+        if num_guesses < num_rows:
+            return self._hit_chances[0] * num_guesses / num_rows
+        return self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
 
     def redraft_threshold(self, num_rows: int, draft_len: int | None = None) -> int:
         """Rows without a draft from which on a fresh one is worth its wait; asked once a round, behind
@@ -309,7 +310,7 @@ class AheadPolicy:
         load.record(finished)
         if finished.num_guesses:
             self._has_looked = True
-            self._expected_hits += finished.num_rows * self._chance(finished.num_guesses, finished.num_rows)
+            self._expected_hits += finished.num_rows * self._told_chance(finished.num_guesses, finished.num_rows)
             self._num_hits += finished.num_hits
         if finished.num_guesses is not None and finished.seconds > 0:
             rate = sum(finished.num_tokens) / finished.seconds
