@@ -167,7 +167,7 @@ _MEMORY = 0.9
 
 
 def enough_guesses(steps: Sequence[int], num_rows: int) -> list[int]:
-    """Of `steps`, ascending, those that leave each row a guess; the last where none does."""
+    """List those of `steps`, ascending, that leave each row a guess; the last where none does."""
     return [step for step in steps if step >= num_rows] or [steps[-1]]
 
 
@@ -333,8 +333,8 @@ class AheadPolicy:
 
 
 def _misses(chance: float, num_rows: int, threshold: float) -> tuple[float, float]:
-    """Of rounds of rows that each hit with `chance`: how likely `threshold` of them miss, at least, and which share of
-    rows misses in rounds of fewer, on average over all rounds. By the normal distribution."""
+    """Tell of rows that each hit with `chance` how likely `threshold` of them miss, at least, and which share of rows
+    misses in rounds of fewer, on average over all rounds. By the normal distribution."""
     mean = num_rows * (1 - chance)
     deviation = math.sqrt(mean * chance) or 1e-9
     place = (threshold - mean) / deviation
