@@ -18,7 +18,6 @@ All of it is numbers: no tokens, clocks or devices.
 from __future__ import annotations
 
 import heapq
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -252,19 +251,13 @@ class AheadPolicy:
 
     def _rate(self, num_guesses: int, num_rows: int, seconds: float, redrafting: float) -> float:
         """Tokens that a row gains in a second where so many guesses are made for all rows, and rounds take `seconds`
-        without a fresh draft: none is made, one whenever a row misses, or as `redraft_threshold` would say."""
-        chance, gain = self._chance(num_guesses, num_rows), self._with_draft - 1
-        never = (1 + chance * gain) / seconds
+        without a fresh draft: none is ever made, or one whenever a row misses, whom all wait for."""
+        chance, with_draft = self._chance(num_guesses, num_rows), self._with_draft
+        never = (1 + chance * (with_draft - 1)) / seconds
         if not redrafting:
             return never
-        always = (1 + gain) / (seconds + (1 - chance**num_rows) * redrafting)
-        if self._always:
-            return always
-        worth_it = redrafting * num_rows * max(never, always) / gain
-        if not 1 < worth_it < num_rows:
-            return max(never, always)
-        is_redrafted, lacking = _misses(chance, num_rows, worth_it)
-        return max(never, always, (1 + (1 - lacking) * gain) / (seconds + is_redrafted * redrafting))
+        always = with_draft / (seconds + (1 - chance**num_rows) * redrafting)
+        return always if self._always else max(never, always)
 
     @property
     def _with_draft(self) -> float:
@@ -330,17 +323,6 @@ class AheadPolicy:
             if costs is not None:
                 load.begin_with(costs if length == self._draft_len else costs.of_shorter(length / self._draft_len))
         return load
-
-
-def _misses(chance: float, num_rows: int, threshold: float) -> tuple[float, float]:
-    """Tell of rows that each hit with `chance` how likely `threshold` of them miss, at least, and which share of rows
-    misses in rounds of fewer, on average over all rounds. By the normal distribution."""
-    mean = num_rows * (1 - chance)
-    deviation = math.sqrt(mean * chance) or 1e-9
-    place = (threshold - mean) / deviation
-    fewer = 0.5 * math.erfc(-place / math.sqrt(2))
-    density = math.exp(-place * place / 2) / math.sqrt(2 * math.pi)
-    return 1 - fewer, max(0.0, mean * fewer - deviation * density) / num_rows
 
 
 def _blend(old: float, new: float) -> float:
