@@ -151,13 +151,13 @@ def measure_ahead_costs(
 
 
 def _ahead_kinds(limits: SchedulerLimits, steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Numbers of rows, and of guesses: of each number of rows first those that are compared first."""
+    """Numbers of rows, and of guesses: both ways for all numbers of rows before other numbers of guesses."""
     if not steps or not _measured_lens(limits):
         return []
     kinds = []
     for rows in _measured_rows(limits):
         counts = sorted(enough_guesses(steps, rows), key=lambda step: abs(step - rows * FIRST_GUESSES_PER_ROW))
-        kinds += [(place, rows, num_guesses) for place, num_guesses in enumerate((0, *counts))]
+        kinds += [(place > 1, rows, num_guesses) for place, num_guesses in enumerate((0, *counts))]
     return [(rows, num_guesses) for _, rows, num_guesses in sorted(kinds, key=lambda kind: kind[0])]
 
 

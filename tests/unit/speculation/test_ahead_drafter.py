@@ -13,7 +13,7 @@ from ahead_rounds import AheadRounds, FreshDrafts, load, make_drafter, plan_of, 
 from checkpoints import make_checkpoint
 from pipelines import prompt_of
 
-from trtrun.core.nouns import Verdict
+from trtrun.core.nouns import FIRST_WARM_UP_ROUND, Verdict
 from trtrun.models.decoder import CausalLM
 
 GREEDY: list[dict[str, Any]] = [{}]
@@ -250,3 +250,21 @@ def test_verdicts_on_drafts_that_are_not_the_models_say_nothing_of_it(
     following = drafter._texts[0].ranked[draft_len][0] if accepted == draft_len else given[accepted] + 1
     drafter.observe(plan, verdict_of([[*given[:accepted], following]]), None)
     assert drafter.hit_chances() == before
+
+
+@pytest.mark.parametrize(("round_index", "learns"), [(9, True), (FIRST_WARM_UP_ROUND + 9, False)])
+@pytest.mark.parametrize("num_guesses", [0, 8])
+def test_what_is_accepted_says_how_likely_guesses_are_wherever_rows_are_real(
+    model: CausalLM, num_guesses: int, round_index: int, learns: bool
+) -> None:
+    """Where nothing was guessed, too: else it would never be known that guesses would hit."""
+    rounds = AheadRounds(model)
+    add_requests(rounds, GREEDY, 1)
+    rounds.run(4, always=True)
+    drafter, plan = rounds.drafter, plan_of(round_index, [0], [3], num_guesses=num_guesses)
+    (draft,) = tokens_of(drafter.propose(plan, []))
+    drafter.draft_ahead(plan, guesses=True)
+    before = drafter._candidate_budget.chances(3)
+    drafter.observe(plan, verdict_of([[*draft, 5]]), None)
+    after = drafter._candidate_budget.chances(3)
+    assert (after[3] > before[3]) == learns and (after == before) == (not learns)

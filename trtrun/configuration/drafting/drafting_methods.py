@@ -50,7 +50,7 @@ class DraftModelSection(HybridOptions, SpeculationSection):
     Attributes:
         ahead: whether draft ranks draft for the likely verdicts of a round while the target verifies it: `on` where
             draft and target share no device, `auto` there unless CPU ranks outnumber the cores, and in rounds where it
-            gains more than a fresh draft, as far as measured; `off` never.
+            gains more than a fresh draft, as measured at the start and since; `off` never.
         parallel_drafting: whether all tokens of a draft come from one forward of a draft model that was trained with
             mask tokens (PARD): `auto` where its config.json names one, `on` refuses a draft without, `off` drafts token
             by token.

@@ -1,9 +1,9 @@
 """What rounds take behind so many guesses, as the start measured them and as the run has since.
 
-Times are those of whole rounds, from one verdict to the next, by the orchestrator's clock: whatever a guess costs
-anywhere is in them. What ranks report of their phases is not asked here, as a GPU's times are told when they are known,
-of one round or of several, and say of which round too late. A round belongs to the guesses that were made in the round
-before: it begins when these are drafted, and what they missed is drafted again in it.
+Times are those of whole rounds, from one verdict to the next, by the orchestrator's clock, so that all that a guess
+costs anywhere is in them. The phases that a draft rank reports are not used: a GPU's are told once they are known, of
+no round, of one or of two at a time. A round belongs to the guesses that were made in the round before: it begins
+when these are drafted, and what they missed is drafted again in it.
 
 It does not know how rounds are timed, or what follows from it (policy.py).
 """

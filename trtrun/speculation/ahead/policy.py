@@ -18,7 +18,6 @@ All of it is numbers: no tokens, clocks or devices.
 from __future__ import annotations
 
 import heapq
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,7 +166,7 @@ _MEMORY = 0.9
 
 
 def enough_guesses(steps: Sequence[int], num_rows: int) -> list[int]:
-    """Of `steps`, ascending, those that leave each row a guess; the last where none does."""
+    """List those of `steps`, ascending, that leave each row a guess; the last where none does."""
     return [step for step in steps if step >= num_rows] or [steps[-1]]
 
 
@@ -252,19 +251,13 @@ class AheadPolicy:
 
     def _rate(self, num_guesses: int, num_rows: int, seconds: float, redrafting: float) -> float:
         """Tokens that a row gains in a second where so many guesses are made for all rows, and rounds take `seconds`
-        without a fresh draft: none is made, one whenever a row misses, or as `redraft_threshold` would say."""
-        chance, gain = self._chance(num_guesses, num_rows), self._with_draft - 1
-        never = (1 + chance * gain) / seconds
+        without a fresh draft: none is ever made, or one whenever a row misses, whom all wait for."""
+        chance, with_draft = self._chance(num_guesses, num_rows), self._with_draft
+        never = (1 + chance * (with_draft - 1)) / seconds
         if not redrafting:
             return never
-        always = (1 + gain) / (seconds + (1 - chance**num_rows) * redrafting)
-        if self._always:
-            return always
-        worth_it = redrafting * num_rows * max(never, always) / gain
-        if not 1 < worth_it < num_rows:
-            return max(never, always)
-        is_redrafted, lacking = _misses(chance, num_rows, worth_it)
-        return max(never, always, (1 + (1 - lacking) * gain) / (seconds + is_redrafted * redrafting))
+        always = with_draft / (seconds + (1 - chance**num_rows) * redrafting)
+        return always if self._always else max(never, always)
 
     @property
     def _with_draft(self) -> float:
@@ -273,13 +266,14 @@ class AheadPolicy:
         return max(1.01, self._tokens_with_draft or 1 + self._draft_len / 2)
 
     def _chance(self, num_guesses: int, num_rows: int) -> float:
-        """How likely a row's verdict is among so many guesses for all rows."""
-        if num_guesses < num_rows:
-            told = self._hit_chances[0] * num_guesses / num_rows
-        else:
-            told = self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
+        """How likely a row's verdict is among so many guesses for all rows, by what was told and what was seen."""
         ratio = self._num_hits / self._expected_hits if self._has_looked else _HOPED
-        return min(_SUREST, told * ratio)
+        return min(_SUREST, ratio * self._told_chance(num_guesses, num_rows))
+
+    def _told_chance(self, num_guesses: int, num_rows: int) -> float:
+        if num_guesses < num_rows:
+            return self._hit_chances[0] * num_guesses / num_rows
+        return self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
 
     def redraft_threshold(self, num_rows: int, draft_len: int | None = None) -> int:
         """Rows without a draft from which on a fresh one is worth its wait; asked once a round, behind
@@ -309,7 +303,7 @@ class AheadPolicy:
         load.record(finished)
         if finished.num_guesses:
             self._has_looked = True
-            self._expected_hits += finished.num_rows * self._chance(finished.num_guesses, finished.num_rows)
+            self._expected_hits += finished.num_rows * self._told_chance(finished.num_guesses, finished.num_rows)
             self._num_hits += finished.num_hits
         if finished.num_guesses is not None and finished.seconds > 0:
             rate = sum(finished.num_tokens) / finished.seconds
@@ -329,17 +323,6 @@ class AheadPolicy:
             if costs is not None:
                 load.begin_with(costs if length == self._draft_len else costs.of_shorter(length / self._draft_len))
         return load
-
-
-def _misses(chance: float, num_rows: int, threshold: float) -> tuple[float, float]:
-    """Of rounds of rows that each hit with `chance`: how likely `threshold` of them miss, at least, and which share of
-    rows misses in rounds of fewer, on average over all rounds. By the normal distribution."""
-    mean = num_rows * (1 - chance)
-    deviation = math.sqrt(mean * chance) or 1e-9
-    place = (threshold - mean) / deviation
-    fewer = 0.5 * math.erfc(-place / math.sqrt(2))
-    density = math.exp(-place * place / 2) / math.sqrt(2 * math.pi)
-    return 1 - fewer, max(0.0, mean * fewer - deviation * density) / num_rows
 
 
 def _blend(old: float, new: float) -> float:
