@@ -51,8 +51,21 @@ class RankSum(NamedTuple):
     communicator: Communicator
 
 
-Delta = torch.Tensor | RankSum
-"""What is left to add to the residual stream: [tokens, hidden], or a sum that is made on the way."""
+class ExpertSums(NamedTuple):
+    """What chosen experts made of tokens, not added up yet: a token's sum is that of made * shares, in the order of its
+    experts, in float32, and then rounded.
+
+    Attributes:
+        made: [tokens, chosen, hidden], contiguous.
+        shares: [tokens, chosen] float32, contiguous.
+    """
+
+    made: torch.Tensor
+    shares: torch.Tensor
+
+
+Delta = torch.Tensor | ExpertSums | RankSum
+"""What is left to add to the residual stream: [tokens, hidden], or sums that are made on the way."""
 
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]

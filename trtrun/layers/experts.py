@@ -14,12 +14,13 @@ from typing import ClassVar
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from parallel.communicator import Communicator
 from parallel.sharding import expert_range
 from trtrun.environment import CPU_LIMIT
 from trtrun.errors import ConfigError
-from trtrun.kernels.arguments import Activations, Rounding
+from trtrun.kernels.arguments import Activations, Delta, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.torch.experts import Choice, Experts
 from trtrun.layers.decoder_layer import MLP, RMSNorm
@@ -175,6 +176,15 @@ class ExpertsMLP(MLP):
         assert isinstance(x, torch.Tensor), "norms round for none that does not say that it takes such rows"
         output = self._experts(x, self._choose(self._router(x if for_router is None else for_router)))
         return output if self._shared is None else self._shared.add_to(output, x)
+
+    @override
+    def leave(self, x: Activations) -> Delta:
+        """What experts made, if nothing stands between them and the residual stream: no other ranks' experts, and none
+        of all tokens that is apart."""
+        if self._shared is not None or not isinstance(self._experts, Experts):
+            return self(x)
+        assert isinstance(x, torch.Tensor)
+        return self._experts.leave(x, self._choose(self._router(x)))
 
 
 @dataclass

@@ -23,6 +23,7 @@ import torch
 
 from scripts.bench.gpu_bench.expert_layers import time_layers
 from trtrun.kernels.triton import experts as kernels
+from trtrun.kernels.triton.expert_choice import choose_experts
 
 SHAPES = {"30b-a3b": (128, 768, 2048, 8), "35b-a3b": (256, 512, 2048, 8), "gpt-oss-120b": (128, 2880, 2880, 4)}
 """Experts, features, hidden, and how many a token chooses."""
@@ -51,9 +52,7 @@ def measure(name: str, rows: int, layers: list[kernels.TritonExperts]) -> dict[s
     """One number of rows of a shape: one tile changes, the other stays as it is."""
     experts, _, hidden, chosen = SHAPES[name]
     x = torch.randn(rows, hidden, device="cuda").bfloat16()
-    choices = [
-        kernels.choose_experts(torch.randn(rows, experts, device="cuda"), chosen, renormalises=True) for _ in layers
-    ]
+    choices = [choose_experts(torch.randn(rows, experts, device="cuda"), chosen, renormalises=True) for _ in layers]
     calls = [partial(layer, x, choice) for layer, choice in zip(layers, choices, strict=True)]
     height = kernels.tile_rows(rows * chosen, experts)
     used = kernels.TILES[height]

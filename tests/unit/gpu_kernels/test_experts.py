@@ -193,7 +193,7 @@ def test_the_kernel_in_gluon_has_the_bits_of_the_general_one(form: str, has_bias
 @pytest.mark.parametrize("renormalises", [True, False])
 @pytest.mark.parametrize("count", [2, 7, 60, 128])
 def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renormalises: bool) -> None:
-    from trtrun.kernels.triton import experts
+    from trtrun.kernels.triton import expert_choice
 
     torch.manual_seed(count)
     logits = torch.randn(11, count, device=DEVICE).to(DTYPE)
@@ -201,7 +201,7 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
     logits[4, : count // 2] = logits[4].max()
     logits[5, 0], logits[5, 1:] = 300.0, torch.arange(1, count, device=DEVICE)  # whose shares are 0 in float32
     for chosen in {1, 2, min(8, count)}:
-        found = experts.choose_experts(logits, chosen, renormalises=renormalises)
+        found = expert_choice.choose_experts(logits, chosen, renormalises=renormalises)
         expected = choose_experts(logits, chosen, renormalises=renormalises)
         assert torch.equal(found.experts, expected.experts)
         assert (found.shares - expected.shares).abs().max() < 1e-6
@@ -223,7 +223,7 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
 @pytest.mark.parametrize("count", [24, 64])
 def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing: Routing) -> None:
     """With groups that tie, too."""
-    from trtrun.kernels.triton import experts
+    from trtrun.kernels.triton import expert_choice
 
     torch.manual_seed(count)
     logits, bias = torch.randn(11, count + routing.is_gated, device=DEVICE), None
@@ -233,13 +233,47 @@ def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing:
     for renormalises in (True, False):
         found, expected = (
             choose(logits, 5, renormalises=renormalises, routing=routing, bias=bias)
-            for choose in (experts.choose_experts, choose_experts)
+            for choose in (expert_choice.choose_experts, choose_experts)
         )
         assert torch.equal(found.experts, expected.experts)
         assert (found.shares / expected.shares - 1).abs().max() < 1e-5
     assert expected.experts[:, 5:].tolist() == [list(range(count, count + routing.num_shared))] * 11
     groups = expected.experts[:, :5] // (count // routing.groups)
     assert max(len(set(row)) for row in groups.tolist()) <= (5 if routing.groups == 1 else routing.chosen_groups)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
+@pytest.mark.parametrize(("count", "chosen"), [(128, 8), (40, 6), (256, 8)])
+def test_the_choice_among_odd_numbers_and_its_shares(count: int, chosen: int, dtype: torch.dtype) -> None:
+    """What is no number is chosen first, nothing twice, and no expert that there is not. Shares that sum to 1 are those
+    of the others, divided by their sum in the order of places, and the same in any company."""
+    from trtrun.kernels.triton.expert_choice import choose_experts
+
+    logits = torch.randn(9, count, generator=torch.Generator().manual_seed(count)).to(DEVICE, dtype)
+    logits[0, [7, 3]], logits[0, 5] = float("nan"), float("inf")
+    logits[1] = -float("inf")
+    logits[1, [9, 2]] = 1.0
+    logits[2] = float("nan")
+    logits[3], logits[3, ::2] = -0.0, 0.0
+    logits[4, [1, 2]] = torch.tensor([float("inf"), -float("nan")]).to(DEVICE, dtype)
+    found = choose_experts(logits, chosen, renormalises=False).experts.tolist()
+    assert found[0][:3] == [3, 7, 5] and found[4][:2] == [2, 1]
+    assert found[1] == [2, 9, *(it for it in range(count) if it not in (2, 9))][:chosen]
+    assert found[2] == found[3] == list(range(chosen))
+    assert all(len(set(row)) == chosen and max(row) < count for row in found)
+
+    usual = logits[5:]
+    whole, plain = (choose_experts(usual, chosen, renormalises=it) for it in (True, False))
+    total = torch.zeros(len(usual), device=DEVICE)
+    for place in range(chosen):
+        total = total + plain.shares[:, place]
+    assert torch.equal(whole.experts, plain.experts)
+    assert (whole.shares * total.unsqueeze(1) / plain.shares - 1).abs().max() < 1e-6
+    if not HAS_GPU:  # whose division by a number is not quite torch's
+        assert torch.equal(whole.shares, plain.shares / total.unsqueeze(1))
+    alone = choose_experts(usual[-1:].clone(), chosen, renormalises=True)
+    assert torch.equal(alone.shares, whole.shares[-1:]) and torch.equal(alone.experts, whole.experts[-1:])
 
 
 @pytest.mark.parametrize(

@@ -145,13 +145,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from trtrun.kernels.triton import fused, rank_sums
 
-KINDS = dict.fromkeys(("hidden", "delta", "weight", "output", "scales"), "*bf16") | {"part": "*i32", "epsilon": "fp32"}
+KINDS = dict.fromkeys(("hidden", "delta", "shares", "weight", "output", "scales"), "*bf16")
+KINDS |= {"part": "*i32", "epsilon": "fp32"}
 KINDS |= dict.fromkeys(("hidden_stride", "output_stride", "scale_stride", "rows"), "i32")
 KINDS |= dict.fromkeys(("calls", "own", *(f"other{number}" for number in range(7))), "i64")
 
 def compiled(kernel, size, **constants):
     warps, names = 4 if size <= 4096 else 8, list(kernel.arg_names)
-    constants |= {"SIZE": size, "PADDED": next_power_of_2(size), "ROUNDS": 0, "LINES": 64, "EARLY": True}
+    constants |= {"SIZE": size, "PADDED": next_power_of_2(size), "ROUNDS": 0, "EARLY": True}
     kinds = {name: KINDS[name] for name in names if name not in constants}
     even = [name for name, kind in kinds.items() if kind[0] == "*" or name in ("hidden_stride", "output_stride")]
     source = ASTSource(
@@ -166,7 +167,7 @@ def compiled(kernel, size, **constants):
     return {"sums": [[shape, layouts[name]] for shape, name in sums], "ptx": code["ptx"]}
 
 print(json.dumps([
-    [compiled(fused._add_and_normalise_kernel, size, ADDS=True),
+    [compiled(fused._add_and_normalise_kernel, size, ADDS=True, CHOSEN=0),
      compiled(rank_sums._sum_and_normalise_kernel, size, RANK=rank, RANKS=ranks, SLOTS=4, WORDS=4096, ORDERED=True)]
     for size, rank, ranks in ((4096, 0, 2), (5120, 7, 8))
 ]))

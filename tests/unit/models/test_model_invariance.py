@@ -16,7 +16,7 @@ from pipelines import make_llm
 from torch.nn import functional
 
 from trtrun.attention.backend import GatherAttention, weigh
-from trtrun.kernels.arguments import AttentionCall
+from trtrun.kernels.arguments import Activations, AttentionCall
 from trtrun.kernels.torch.soft_cap import soft_cap
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.specs import like_layers

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from typing_extensions import override
 
+from trtrun.kernels.arguments import Delta, ExpertSums
 from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
 
 
@@ -149,6 +150,21 @@ _TOKENS_AT_ONCE = 64
 """That are added up in float32: so this takes little memory, which stays in caches."""
 
 
+def add_up(sums: ExpertSums) -> torch.Tensor:
+    """[tokens, columns]."""
+    made, shares = sums
+    tokens, num_chosen, columns = made.shape
+    output = made.new_empty((tokens, columns))
+    for first in range(0, tokens, _TOKENS_AT_ONCE):
+        own = slice(first, first + _TOKENS_AT_ONCE)
+        weighted = made[own].float() * shares[own].unsqueeze(2)
+        total = weighted[:, 0]
+        for place in range(1, num_chosen):
+            total += weighted[:, place]
+        output[own] = total
+    return output
+
+
 class Experts(ABC):
     """Experts of a layer, or those of them that a rank holds.
 
@@ -170,16 +186,11 @@ class Experts(ABC):
     def add_up(self, made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """made [tokens, chosen, columns] times shares [tokens, chosen], added up in their order in float32, then
         rounded: [tokens, columns]."""
-        tokens, num_chosen, columns = made.shape
-        output = made.new_empty((tokens, columns))
-        for first in range(0, tokens, _TOKENS_AT_ONCE):
-            own = slice(first, first + _TOKENS_AT_ONCE)
-            weighted = made[own].float() * shares[own].unsqueeze(2)
-            total = weighted[:, 0]
-            for place in range(1, num_chosen):
-                total += weighted[:, place]
-            output[own] = total
-        return output
+        return add_up(ExpertSums(made, shares))
+
+    def leave(self, x: torch.Tensor, choice: Choice) -> Delta:
+        """x [tokens, hidden] → what is left to add to the residual stream, which the next norm may add up itself."""
+        return self(x, choice)
 
 
 class ProductExperts(Experts):

@@ -15,7 +15,16 @@ import torch
 from torch.nn import functional
 
 from parallel.communicator import Communicator
-from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, Delta, RankSum, RoundedRows, Rounding
+from trtrun.kernels.arguments import (
+    SWIGLU_SLOPE,
+    Activation,
+    AttentionCall,
+    Delta,
+    ExpertSums,
+    RankSum,
+    RoundedRows,
+    Rounding,
+)
 from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
 from trtrun.kernels.torch.experts import (
@@ -24,6 +33,7 @@ from trtrun.kernels.torch.experts import (
     ExpertWeights,
     HostExperts,
     MaskedExperts,
+    add_up,
     choose_experts,
 )
 from trtrun.kernels.torch.fp4 import TorchExpertMatmul
@@ -121,7 +131,9 @@ class TorchOperations:
 
     def added_up(self, delta: Delta) -> torch.Tensor:
         """[rows, size]: what is added to the residual stream, for who cannot add it up on the way."""
-        return delta.communicator.all_reduce(delta.part) if isinstance(delta, RankSum) else delta
+        if isinstance(delta, RankSum):
+            return delta.communicator.all_reduce(delta.part)
+        return add_up(delta) if isinstance(delta, ExpertSums) else delta
 
     def square_sums(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of squares of each row of x [rows, size], whose numbers lie one behind the other, [rows] float32; a

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-LINE_BYTES = 128
+_LINE_BYTES = 128
 """What memory is asked for at a time."""
 
 _FETCHED_BYTES = 1 << 14
@@ -47,7 +47,7 @@ def lets_next_begin(tensor: torch.Tensor) -> dict[str, Any]:
 def lines_of(weight: torch.Tensor, features: int) -> int:
     """Lines of each of `features` rows of a weight that a program asks for beforehand: a power of two."""
     row_bytes = weight.shape[1] * weight.itemsize
-    lines = min(_FETCHED_BYTES // features, row_bytes) // LINE_BYTES
+    lines = min(_FETCHED_BYTES // features, row_bytes) // _LINE_BYTES
     return 1 << max(0, lines.bit_length() - 1)
 
 

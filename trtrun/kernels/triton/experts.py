@@ -1,5 +1,5 @@
-"""Experts on CUDA in half precision: which of them a token chooses, and their products, grouped by expert. Those that
-are held in codes have kernels of their own (coded_experts).
+"""Products of experts on CUDA in half precision, grouped by expert. Those that are held in codes have kernels of their
+own (coded_experts).
 
 The pairs of a token and an expert that it chose are sorted by expert into tiles of rows; a program multiplies a tile
 with some features of its expert. Each number is one chain of sums over the inputs, whatever stands in the other rows of
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from typing_extensions import override
 
-from trtrun.kernels.arguments import Activation, Activations, Rounding
-from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
+from trtrun.kernels.arguments import Activation, Activations, Delta, ExpertSums, Rounding
 from trtrun.kernels.torch.experts import Choice, Experts
 from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.expert_sums import add_up
 from trtrun.kernels.triton.expert_tiles import ExpertTiles, lay_out
 from trtrun.kernels.triton.fused import GATES, gated
 
@@ -44,107 +44,6 @@ TILES = {
 }
 """By the rows of a tile, of gates and of the product behind them: for few rows an expert, which memory bounds, for
 more, and for prompts. Bits are the same with any."""
-
-
-@triton.jit
-def _in_best_groups(
-    ranked, number, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, SUMMED: tl.constexpr,
-    PADDED: tl.constexpr,
-):  # fmt: skip
-    """Which experts are of the best groups, by scores [experts]."""
-    group = tl.arange(0, PADDED)
-    scores = tl.full((PADDED,), -float("inf"), tl.float32)
-    for one in tl.static_range(GROUPS):
-        left, total = tl.where(number // OF_GROUP == one, ranked, -float("inf")), 0.0
-        for _ in tl.static_range(SUMMED):
-            best, at = tl.max(left, axis=0, return_indices=True, return_indices_tie_break_left=True)
-            total += best
-            left = tl.where(number == at, -float("inf"), left)
-        scores = tl.where(group == one, total, scores)
-    are_chosen = number < 0
-    for _ in tl.static_range(CHOSEN):
-        _, at = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        are_chosen |= number // OF_GROUP == at
-        scores = tl.where(group == at, -float("inf"), scores)
-    return are_chosen
-
-
-@triton.jit
-def _choose_kernel(
-    logits, bias, experts, shares, num_experts, stride, factor,
-    CHOSEN: tl.constexpr, SHARED: tl.constexpr, IS_GATED: tl.constexpr, PLACES: tl.constexpr,
-    RENORMALISES: tl.constexpr, PADDED: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, SUMMED: tl.constexpr, PADDED_GROUPS: tl.constexpr, LEAST: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    begin(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, PADDED)
-    inside = number < num_experts
-    value = tl.load(logits + row * stride + number, mask=inside, other=-float("inf")).to(tl.float32)
-    if IS_SIGMOID:
-        every = tl.where(inside, 1.0 / (1.0 + tl.exp(-value)), 0.0)
-    else:
-        power = tl.exp(value - tl.max(value, axis=0))
-        every = power / tl.sum(power, axis=0)
-    left = value
-    if HAS_BIAS:
-        left = every + tl.load(bias + number, mask=inside, other=0.0)
-    elif IS_SIGMOID or SUMMED > 1:
-        left = every
-    left = tl.where(inside, left, -float("inf"))
-    if GROUPS > 1:
-        are_of_best = _in_best_groups(left, number, OF_GROUP, GROUPS, CHOSEN_GROUPS, SUMMED, PADDED_GROUPS)
-        left = tl.where(are_of_best, left, -float("inf"))
-    places = tl.arange(0, PLACES)
-    chosen, of_chosen, total = tl.zeros((PLACES,), tl.int64), tl.zeros((PLACES,), tl.float32), 0.0
-    for place in tl.static_range(CHOSEN):
-        _, expert = tl.max(left, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        expert = tl.minimum(expert, num_experts - 1)  # where logits are no numbers
-        share = tl.sum(tl.where(number == expert, every, 0.0), axis=0)
-        chosen = tl.where(places == place, expert.to(tl.int64), chosen)
-        of_chosen = tl.where(places == place, share, of_chosen)
-        total += share
-        left = tl.where(number == expert, -float("inf"), left)
-    if RENORMALISES:
-        of_chosen = of_chosen / (total + LEAST)
-    of_chosen = of_chosen * factor
-    if SHARED > 0:
-        share = 1.0
-        if IS_GATED:
-            share = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + num_experts).to(tl.float32)))
-        chosen = tl.where(places < CHOSEN, chosen, num_experts + places - CHOSEN)
-        of_chosen = tl.where(places < CHOSEN, of_chosen, share)
-    every_place: tl.constexpr = CHOSEN + SHARED
-    tl.store(experts + row * every_place + places, chosen, mask=places < every_place)
-    tl.store(shares + row * every_place + places, of_chosen, mask=places < every_place)
-
-
-def choose_experts(
-    logits: torch.Tensor,
-    num_chosen: int,
-    *,
-    renormalises: bool,
-    routing: Routing = USUAL,
-    bias: torch.Tensor | None = None,
-) -> Choice:
-    """Choose as trtrun.kernels.torch.experts does, in one kernel."""
-    tokens, num_experts = len(logits), logits.shape[1] - routing.is_gated
-    shape = tokens, num_chosen + routing.num_shared
-    experts = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    shares = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    if tokens:
-        _choose_kernel[(tokens,)](
-            logits, shares if bias is None else bias, experts, shares, num_experts, logits.stride(0),
-            float(routing.factor), CHOSEN=num_chosen, SHARED=routing.num_shared, IS_GATED=routing.is_gated,
-            PLACES=triton.next_power_of_2(shape[1]), RENORMALISES=renormalises,
-            PADDED=triton.next_power_of_2(num_experts), IS_SIGMOID=routing.scores == "sigmoid",
-            HAS_BIAS=bias is not None, OF_GROUP=num_experts // routing.groups, GROUPS=routing.groups,
-            CHOSEN_GROUPS=routing.chosen_groups, SUMMED=routing.summed,
-            PADDED_GROUPS=triton.next_power_of_2(routing.groups), LEAST=LEAST_TOTAL, num_warps=1, **early(logits),
-        )  # fmt: skip
-    return Choice(experts, shares)
 
 
 @triton.jit
@@ -228,20 +127,6 @@ def _product_kernel(
     tl.store(place, total.to(output.dtype.element_ty), mask=is_pair[:, None] & is_feature[None, :])
 
 
-@triton.jit
-def _add_kernel(made, shares, output, size, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    begin(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for place in tl.static_range(CHOSEN):
-        pair = token * CHOSEN + place
-        value = tl.load(made + pair * size + element, mask=inside, other=0.0).to(tl.float32)
-        total += value * tl.load(shares + pair)
-    tl.store(output + token * size + element, total.to(output.dtype.element_ty), mask=inside)
-
-
 def tile_rows(num_pairs: int, num_experts: int) -> int:
     """Rows of a tile for so many pairs."""
     rows = num_pairs // num_experts
@@ -279,19 +164,21 @@ class PlainProduct:
         return made
 
 
+_MOST_LEFT = 512
+"""Tokens whose experts the next norm adds up: what these made is kept until then, eight times as much as their sum."""
+
+
 class AddingExperts(Experts):
-    """Experts whose results are added up by a kernel."""
+    """Experts whose results are added up by a kernel, or by that of the next norm."""
 
     @override
     def add_up(self, made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        tokens, num_chosen, columns = made.shape
-        output = made.new_empty((tokens, columns))
-        block = min(1024, triton.next_power_of_2(columns))
-        if tokens:
-            _add_kernel[(tokens, triton.cdiv(columns, block))](
-                made, shares, output, columns, CHOSEN=num_chosen, BLOCK=block, num_warps=4, **early(made)
-            )
-        return output
+        return add_up(ExpertSums(made, shares))
+
+    @override
+    def leave(self, x: torch.Tensor, choice: Choice) -> Delta:
+        sums = ExpertSums(self.make(x, choice), choice.shares)
+        return sums if len(x) <= _MOST_LEFT else add_up(sums)
 
 
 class TritonExperts(AddingExperts):

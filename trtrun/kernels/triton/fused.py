@@ -14,9 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, GROUP, SWIGLU_SLOPE, Activation, RoundedRows, Rounding
+from trtrun.kernels.arguments import (
+    GELU_CUBIC,
+    GELU_LINEAR,
+    GROUP,
+    SWIGLU_SLOPE,
+    Activation,
+    ExpertSums,
+    RoundedRows,
+    Rounding,
+)
 from trtrun.kernels.torch import fp8 as torch_fp8
-from trtrun.kernels.triton.early_launch import LINE_BYTES, begin, early, fetch
+from trtrun.kernels.triton.early_launch import begin, early, launch_next, wait_for_all
+from trtrun.kernels.triton.expert_sums import sum_of_experts
 
 _ALIGNED = 16
 """Codes of a row begin at a multiple of so many bytes, so that they are read in vectors; and scales of a group lie in
@@ -164,20 +174,25 @@ def store_normal(
 
 @triton.jit
 def _add_and_normalise_kernel(
-    hidden, delta, weight, output, scales, epsilon, hidden_stride, output_stride, scale_stride,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr, LINES: tl.constexpr,
+    hidden, delta, shares, weight, output, scales, epsilon, hidden_stride, output_stride, scale_stride,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, CHOSEN: tl.constexpr, ROUNDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    fetch(weight, tl.zeros((1,), tl.int64), SIZE, LINES, EARLY)
-    begin(EARLY)
+    launch_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, PADDED)
     inside = element < SIZE
+    # It depends on nothing: behind the sum it would be waited for once more.
+    factor = tl.load(weight + element, mask=inside, other=0.0)
+    wait_for_all(EARLY)
     kind = hidden.dtype.element_ty
-    factor = tl.load(weight + element, mask=inside, other=0.0)  # here, so that memory is waited for once
     value = tl.load(hidden + row * hidden_stride + element, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        value += tl.load(delta + row * SIZE + element, mask=inside, other=0.0).to(tl.float32)
+        if CHOSEN > 0:  # it is what so many experts made of each row
+            added = sum_of_experts(delta, shares, row, element, inside, SIZE, CHOSEN).to(kind)
+        else:
+            added = tl.load(delta + row * SIZE + element, mask=inside, other=0.0)
+        value += added.to(tl.float32)
         tl.store(hidden + row * hidden_stride + element, value.to(kind), mask=inside)
         value = value.to(kind).to(tl.float32)
     store_normal(
@@ -185,22 +200,27 @@ def _add_and_normalise_kernel(
     )  # fmt: skip
 
 
-def norm_options(hidden: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+def norm_options(hidden: torch.Tensor) -> dict[str, Any]:
     """What norms of rows are launched with: the same warps wherever a row is normalised, as the order of a sum follows
-    from them; and lines of the weight that a program asks for beforehand."""
-    size = hidden.shape[1]
-    lines = triton.next_power_of_2(triton.cdiv(size * weight.itemsize, LINE_BYTES))
-    return {"LINES": lines, "num_warps": 4 if size <= 4096 else 8, **early(hidden)}
+    from them."""
+    return {"num_warps": 4 if hidden.shape[1] <= 4096 else 8, **early(hidden)}
+
+
+def _of_delta(hidden: torch.Tensor, delta: torch.Tensor | ExpertSums | None) -> tuple[Any, ...]:
+    """What the kernel takes of `delta`: numbers, shares, and how it is compiled."""
+    if isinstance(delta, ExpertSums):
+        return *delta, {"ADDS": True, "CHOSEN": delta.made.shape[1]}
+    return hidden if delta is None else delta, hidden, {"ADDS": delta is not None, "CHOSEN": 0}
 
 
 def add_and_normalise(
-    hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    hidden: torch.Tensor, delta: torch.Tensor | ExpertSums | None, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """hidden += delta, in place, then RMSNorm of it.
 
     Args:
         hidden: [tokens, size], whose rows have no gaps, on CUDA.
-        delta: [tokens, size], contiguous, or None to normalise only.
+        delta: [tokens, size], contiguous, or what experts made of each token; None to normalise only.
         weight: [size]; one in float32 beside `hidden` in half precision is multiplied with before the result is
             rounded, others behind that.
         epsilon: added to the mean square.
@@ -210,25 +230,30 @@ def add_and_normalise(
     """
     output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     tokens, size = hidden.shape
+    added, shares, kind = _of_delta(hidden, delta)
     _add_and_normalise_kernel[(tokens,)](
-        hidden, hidden if delta is None else delta, weight, output, output, epsilon, hidden.stride(0), size, 0,
-        SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=ROUNDS[None],
-        **norm_options(hidden, weight),
+        hidden, added, shares, weight, output, output, epsilon, hidden.stride(0), size, 0,
+        SIZE=size, PADDED=triton.next_power_of_2(size), ROUNDS=ROUNDS[None], **kind, **norm_options(hidden),
     )  # fmt: skip
     return output
 
 
 def add_and_normalise_rounded(
-    hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float, rounding: Rounding = "row"
+    hidden: torch.Tensor,
+    delta: torch.Tensor | ExpertSums | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    rounding: Rounding = "row",
 ) -> RoundedRows:
     """Compute `add_and_normalise`, with what it returns rounded to E4M3."""
     tokens, size = hidden.shape
     made = empty_rows(tokens, size, hidden, rounding)
     padded = triton.next_power_of_2(size if rounding == "row" else max(size, GROUP))
+    added, shares, kind = _of_delta(hidden, delta)
     _add_and_normalise_kernel[(tokens,)](
-        hidden, hidden if delta is None else delta, weight, made.codes, made.scale, epsilon, hidden.stride(0),
+        hidden, added, shares, weight, made.codes, made.scale, epsilon, hidden.stride(0),
         made.codes.stride(0), made.scale.stride(-1),
-        SIZE=size, PADDED=padded, ADDS=delta is not None, ROUNDS=ROUNDS[rounding], **norm_options(hidden, weight),
+        SIZE=size, PADDED=padded, ROUNDS=ROUNDS[rounding], **kind, **norm_options(hidden),
     )  # fmt: skip
     return made
 

@@ -9,15 +9,15 @@ import torch
 from typing_extensions import override
 
 from parallel.communicator import Communicator
-from trtrun.kernels.arguments import Activation, Delta, RankSum, RoundedRows, Rounding
+from trtrun.kernels.arguments import Activation, Delta, ExpertSums, RankSum, RoundedRows, Rounding
 from trtrun.kernels.cuda.delta_net import CudaRecurrence
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import ExpertCodes, Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import HeadProducts, Product, TorchOperations
+from trtrun.kernels.triton import expert_choice, expert_sums, rank_sums, row_functions, row_tokens, support
 from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
-from trtrun.kernels.triton import rank_sums, row_functions, row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
 from trtrun.kernels.triton.attention.latent_attention import PagedLatents
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -76,6 +76,10 @@ class TritonOperations(TorchOperations):
         return rank_sums.takes(part, communicator.peer_rows)
 
     @override
+    def added_up(self, delta: Delta) -> torch.Tensor:
+        return expert_sums.add_up(delta) if isinstance(delta, ExpertSums) else super().added_up(delta)
+
+    @override
     def square_sums(self, x: torch.Tensor) -> torch.Tensor:
         return row_functions.square_sums(x)
 
@@ -113,7 +117,7 @@ class TritonOperations(TorchOperations):
         weight = weight.contiguous()
         return lambda x: multiply_heads(x, weight, x.dtype)
 
-    choose_experts = staticmethod(expert_kernels.choose_experts)
+    choose_experts = staticmethod(expert_choice.choose_experts)
 
     @override
     def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:

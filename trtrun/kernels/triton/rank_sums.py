@@ -20,7 +20,7 @@ import triton.language as tl
 from parallel.communicator import PeerRows
 from trtrun.kernels.arguments import GROUP, RankSum, RoundedRows, Rounding
 from trtrun.kernels.triton.compilation.launches import is_collecting
-from trtrun.kernels.triton.early_launch import begin, fetch
+from trtrun.kernels.triton.early_launch import launch_next, wait_for_all
 from trtrun.kernels.triton.fused import ROUNDS, empty_rows, norm_options, store_normal
 
 _MOST_OTHERS = 7
@@ -115,24 +115,26 @@ def _sum_and_normalise_kernel(
     hidden, part, weight, output, scales, epsilon, hidden_stride, output_stride, scale_stride,
     rows, calls, own, other0, other1, other2, other3, other4, other5, other6,
     SIZE: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
-    WORDS: tl.constexpr, ROUNDS: tl.constexpr, ORDERED: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    WORDS: tl.constexpr, ROUNDS: tl.constexpr, ORDERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`part` holds words of two numbers."""
-    fetch(weight, tl.zeros((1,), tl.int64), SIZE, LINES, EARLY)
-    begin(EARLY)
+    launch_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    element, word = tl.arange(0, PADDED), tl.arange(0, PADDED // 2)
-    inside, is_word = element < SIZE, word < SIZE // 2
+    element = tl.arange(0, PADDED)
+    inside = element < SIZE
+    factor = tl.load(weight + element, mask=inside, other=0.0)
+    wait_for_all(EARLY)
+    word = tl.arange(0, PADDED // 2)
+    is_word = word < SIZE // 2
     kind = hidden.dtype.element_ty
     counter = calls.to(tl.int64).to(tl.pointer_type(tl.int32)) + row
     call = tl.load(counter)
     mark = call | _HIGHEST_BIT  # never zero, which is what a cleared word has
+    # Words of two numbers.
     mine = tl.load(part + row * (SIZE // 2) + word, mask=is_word, other=0)
     sent = (mark.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
     others = (other0, other1, other2, other3, other4, other5, other6)
     for other in tl.static_range(RANKS - 1):
         _send(_places(others[other], call, RANK, row, rows, SLOTS, RANKS, WORDS) + word, sent, is_word, ORDERED)
-    factor = tl.load(weight + element, mask=inside, other=0.0)
     value = tl.load(hidden + row * hidden_stride + element, mask=inside, other=0.0).to(tl.float32)
     for source in tl.static_range(RANKS):
         if source == RANK:
@@ -176,7 +178,8 @@ def sum_and_normalise_rounded(
     hidden: torch.Tensor, delta: RankSum, weight: torch.Tensor, epsilon: float, rounding: Rounding = "row"
 ) -> RoundedRows:
     """Compute `sum_and_normalise`, with what it returns rounded to E4M3."""
-    made = empty_rows(*hidden.shape, hidden, rounding)
+    tokens, size = hidden.shape
+    made = empty_rows(tokens, size, hidden, rounding)
     _launch(made.codes, made.scale, rounding, hidden, delta, weight, epsilon)
     return made
 
@@ -197,5 +200,5 @@ def _launch(
         scales.stride(-1), peers.rows, peers.calls, peers.own,
         *peers.others, *(0,) * (_MOST_OTHERS - len(peers.others)),
         SIZE=size, PADDED=padded, RANK=peers.rank, RANKS=peers.ranks, SLOTS=peers.slots, WORDS=peers.words,
-        ROUNDS=ROUNDS[rounding], ORDERED=hidden.is_cuda, **norm_options(hidden, weight),
+        ROUNDS=ROUNDS[rounding], ORDERED=hidden.is_cuda, **norm_options(hidden),
     )  # fmt: skip
