@@ -23,7 +23,7 @@ from trtrun.kernels.triton.coded_experts import four_bits
 
 def compiled(kernel, constants, kinds, num_warps, num_stages):
     kinds |= {"bias": "*bf16", "pairs": "*i64", "experts": "*i64"}
-    kinds |= dict.fromkeys(("features", "inputs", "tiles", "groups"), "i32")
+    kinds |= dict.fromkeys(("features", "inputs", "num_experts", "tiles", "groups"), "i32")
     names = list(kernel.arg_names)
     source = ASTSource(
         fn=kernel,
@@ -36,6 +36,7 @@ def compiled(kernel, constants, kinds, num_warps, num_stages):
 
 def plain(rows, tile):
     sizes = {"ROWS": rows, "FEATURES": tile.features, "INPUTS": tile.inputs, "IS_EVEN": False, "HAS_BIAS": False}
+    sizes |= {"LINES": 0}
     kinds = {"x": "*bf16", "weight": "*bf16", "output": "*bf16"}
     return compiled(experts._product_kernel, sizes, kinds, tile.num_warps, tile.num_stages)
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from norms import difference
+from family_checkpoints import write_family
+from native import leave_to_torch
+from paged import PagedModel
+from pipelines import prompt_of
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.kernels import chooser
 from trtrun.kernels.arguments import Activations, Delta, ExpertSums
-from trtrun.kernels.torch.experts import Choice, choose_experts
-from trtrun.kernels.torch.operations import TorchOperations
+from trtrun.kernels.torch.experts import Choice, Experts, choose_experts
 from trtrun.layers import decoder_layer, experts
 from trtrun.layers.decoder_layer import DecoderLayer, RMSNorm, RowParallelLinear, add_to
 from trtrun.layers.experts import ExpertsMLP, SharedExpert, SummedExperts
@@ -33,11 +35,16 @@ if HAS_GPU:
 
 
 def made(tokens: int, chosen: int, hidden: int) -> tuple[torch.Tensor, ExpertSums, torch.Tensor]:
-    """A residual stream, what experts made, and the weight of a norm."""
+    """A residual stream, what experts made, of which the first two cancel out, and the weight of a norm."""
     torch.manual_seed(tokens * hidden)
     sums = ExpertSums(
         torch.randn(tokens, chosen, hidden, device=DEVICE).to(DTYPE), torch.rand(tokens, chosen, device=DEVICE)
     )
+    if chosen > 2:
+        sums.made[:, 0] *= 1e4
+        sums.made[:, 1] = -sums.made[:, 0]
+        sums.made[:, 2:] *= 0.01
+        sums.shares[:, 1] = sums.shares[:, 0]
     return torch.randn(tokens, hidden, device=DEVICE).to(DTYPE), sums, torch.randn(hidden, device=DEVICE).to(DTYPE)
 
 
@@ -48,7 +55,10 @@ def test_the_norm_adds_up_as_a_kernel_of_its_own_does(shape: tuple[int, int, int
 
     hidden, sums, weight = made(*shape)
     added = add_up(sums)
-    assert difference(added, TorchOperations().added_up(sums)) < 2e-3
+    total = torch.zeros_like(hidden, dtype=torch.float32)
+    for part, share in zip(sums.made.double().unbind(1), sums.shares.double().unbind(1), strict=True):
+        total = (part * share.unsqueeze(1) + total).float()
+    assert torch.equal(added, total.to(DTYPE)), "in the order of places"
     streams = [hidden.clone() for _ in range(6)]
     for scale in (weight, weight.float()):
         expected = add_and_normalise(streams[0].copy_(hidden), added, scale, 1e-6)
@@ -143,11 +153,45 @@ def test_a_layer_leaves_what_experts_made_to_the_next_norm(kind: str, monkeypatc
         assert one.isfinite().all() and torch.equal(one, other)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="needs a machine without a GPU")
+@pytest.mark.usefixtures("sums_without_order")
+def test_a_model_whose_norms_add_up_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to its final norm, in any chunks, and with all that lies at a layer's end."""
+    from trtrun.kernels.triton import experts as kernels
+    from trtrun.kernels.triton.operations import TritonOperations
+
+    class Operations(TritonOperations):
+        """With GPUs' experts on the CPU; a product of units is its weight."""
+
+        def host_experts(self, gate_up: Any, down: Any, activate: Any) -> Experts:
+            def weights(products: Any, inputs: int) -> torch.Tensor:
+                return torch.stack([one(torch.eye(inputs, dtype=DTYPE)).T for one in products]).contiguous()
+
+            both = weights(gate_up, 64), weights(down, 32)
+            return kernels.TritonExperts(both, (None, None), "silu", 1.0)
+
+    leave_to_torch(monkeypatch)
+    for module in (decoder_layer, chooser, experts):
+        monkeypatch.setattr(module, "operations_of", lambda device_type: Operations())
+    added, add_up = [], kernels.add_up
+    monkeypatch.setattr(kernels, "add_up", lambda sums: (added.append(len(sums.made)), add_up(sums))[1])
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "mlp_only_layers": []}
+    model = PagedModel(write_family(tmp_path, "qwen3_moe", **sizes), DTYPE)
+    text = prompt_of(9, seed=1)
+    found = model.forward([[(0, 0, text)]])
+    assert found.isfinite().all() and not added
+    parts = [model.forward([[(1, at, text[at : at + 4])]]) for at in range(0, 9, 4)]
+    assert torch.equal(torch.cat(parts), found)
+    monkeypatch.setattr(kernels, "_MOST_LEFT", 0)
+    assert torch.equal(model.forward([[(2, 0, text)]]), found)
+    assert added == [9, 9]
+
+
 COMPILE = """
 import json, re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from trtrun.kernels.triton import expert_choice, fused
+from trtrun.kernels.triton import expert_choice, experts, fused
 
 def compiled(kernel, constants, kinds, num_warps):
     names = list(kernel.arg_names)
@@ -183,7 +227,18 @@ def choice(count, chosen, kind, packed, sigmoid):
     asm = compiled(expert_choice._choose_kernel, sizes, kinds, 1)
     return [asm["ptx"].count(name) for name in ("redux.sync", "shfl.sync", "bar.sync")]
 
+def product(kernel, more):
+    tile = experts.TILES[16][1]
+    kinds = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"pairs": "*i64", "experts": "*i64"}
+    kinds |= dict.fromkeys(("features", "inputs", "num_experts") if "LINES" in more else ("features", "inputs"), "i32")
+    sizes = {"CHOSEN": 1, "ROWS": 16, "FEATURES": tile.features, "INPUTS": tile.inputs, "IS_EVEN": True}
+    sizes |= {"HAS_BIAS": False, "EARLY": True} | more
+    asm = compiled(kernel, sizes, kinds, tile.num_warps)
+    return re.findall(r"griddepcontrol\\.\\w+|prefetch\\.global\\.L2|ld\\.global\\.cg|mma", asm["ptx"])
+
 print(json.dumps({
+    "gates": product(experts._gate_up_kernel, {"GATE": 0, "LIMIT": 1.0}),
+    "product": product(experts._product_kernel, {"LINES": 4}),
     "norms": [[norm(size, chosen, rounds) for chosen in (0, 8)]
               for size, rounds in ((2048, 0), (2880, 0), (7168, 0), (2048, 1), (7168, 2))],
     "choices": [choice(128, 8, "*bf16", True, False), choice(256, 8, "*fp32", False, True)],
@@ -194,7 +249,8 @@ print(json.dumps({
 def test_it_compiles_for_hopper_with_the_same_order_of_sums(tmp_path: Path) -> None:
     """The mean of squares is added up in the layout of the norm without sums, by as many operations; of what is added
     up each number is one that rounds once. Weights are asked for before the kernel waits, and a choice is found by
-    instructions of a warp, but for the sum of softmax and its largest number."""
+    instructions of a warp, but for the sum of softmax and its largest number. The product behind gates asks for
+    weights before it waits, once gates have waited."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
@@ -207,4 +263,10 @@ def test_it_compiles_for_hopper_with_the_same_order_of_sums(tmp_path: Path) -> N
         of_thread = size // (32 * (4 if size <= 4096 else 8))
         assert summing["operations"] == plain["operations"] | {"fma": plain["operations"]["fma"] + 8 * of_thread}
         assert plain["loads"][0] == summing["loads"][0] == of_thread // 8
+    assert found["gates"][:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    asked = found["product"]
+    assert asked[0] == "ld.global.cg" and asked[-1] == "mma"
+    until = asked.index("griddepcontrol.launch_dependents")
+    assert asked[until + 1] == "griddepcontrol.wait" and "prefetch.global.L2" in asked[1:until]
+    assert "prefetch.global.L2" not in asked[until:]
     assert found["choices"] == [[16, 10, 0], [24, 0, 0]]

@@ -220,13 +220,13 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
     ],
     ids=str,
 )
-@pytest.mark.parametrize("count", [24, 64])
-def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing: Routing) -> None:
+@pytest.mark.parametrize(("count", "dtype"), [(24, torch.float32), (64, torch.float32), (24, DTYPE)])
+def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, dtype: torch.dtype, routing: Routing) -> None:
     """With groups that tie, too."""
     from trtrun.kernels.triton import expert_choice
 
     torch.manual_seed(count)
-    logits, bias = torch.randn(11, count + routing.is_gated, device=DEVICE), None
+    logits, bias = torch.randn(11, count + routing.is_gated, device=DEVICE).to(dtype), None
     logits[3] = 0.5
     if routing.has_bias:
         bias = torch.randn(count, device=DEVICE)

@@ -4,7 +4,13 @@ A kernel that lets the next one begin gets its programs onto multiprocessors tha
 before them is written. Until then they may do what depends on nothing: ask for the weights that they will read, so that
 memory is busy while small kernels run. In a chain each kernel waits before it reads, writes or ends, so whoever has
 waited for the last one has waited for all (CUDA C++ Programming Guide, "Programmatic Dependent Launch and
-Synchronization"). It knows no kernel.
+Synchronization").
+
+A kernel may wait first and only then let the next one begin. Whatever was written before that kernel is there when
+programs of the next one run, so that these may look up in it, past their own cache, which weights to ask for. What is
+computed with they read once they have waited, like all others; a wrong look costs time alone.
+
+It knows no kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +59,7 @@ def lines_of(weight: torch.Tensor, features: int) -> int:
 
 @triton.jit
 def launch_next(EARLY: tl.constexpr):
-    """Let the next kernel begin. Before anything else but `fetch`."""
+    """Let the next kernel begin. Before anything else but `fetch`, or right behind `wait_for_all`."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 

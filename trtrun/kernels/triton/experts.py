@@ -20,12 +20,15 @@ from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation, Activations, Delta, ExpertSums, Rounding
 from trtrun.kernels.torch.experts import Choice, Experts
-from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.early_launch import begin, early, fetch, launch_next, lines_of, wait_for_all
 from trtrun.kernels.triton.expert_sums import add_up
-from trtrun.kernels.triton.expert_tiles import ExpertTiles, lay_out
+from trtrun.kernels.triton.expert_tiles import FEW_PAIRS, ExpertTiles, lay_out
 from trtrun.kernels.triton.fused import GATES, gated
 
 _NO_ROW = tl.constexpr(-1)
+
+_ASKS_AHEAD = True
+"""Whether the second product asks for its first weights while gates are still multiplied (early_launch.py)."""
 
 
 class Tile(NamedTuple):
@@ -67,12 +70,14 @@ def _gate_up_kernel(
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
-    begin(EARLY)
+    wait_for_all(EARLY)  # first: the next kernel looks at what is in `experts`
+    launch_next(EARLY)
     expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    tl.debug_barrier()  # so that both are asked for at once
     if expert < 0:
         return
     kind = output.dtype.element_ty
-    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_pair = pair != _NO_ROW
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < features
@@ -98,17 +103,23 @@ def _gate_up_kernel(
 
 @triton.jit
 def _product_kernel(
-    x, weight, bias, output, pairs, experts, features, inputs,
+    x, weight, bias, output, pairs, experts, features, inputs, num_experts,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product of the pairs of a tile with their expert: output [pairs, features]. A row of x has the inputs of
-    CHOSEN pairs, one behind the other."""
+    CHOSEN pairs, one behind the other. Where LINES are asked for, the kernel before waited before it let this begin."""
+    if LINES > 0:
+        asked = tl.load(experts + tl.program_id(0), cache_modifier=".cg").to(tl.int64)
+        asked = tl.minimum(tl.maximum(asked, 0), num_experts - 1) * features
+        begun = tl.minimum(tl.program_id(1) * FEATURES + tl.arange(0, FEATURES), features - 1)
+        fetch(weight, asked + begun, inputs, LINES, EARLY)
     begin(EARLY)
     expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    tl.debug_barrier()  # so that both are asked for at once
     if expert < 0:
         return
-    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_pair = pair != _NO_ROW
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < features
@@ -139,12 +150,14 @@ class PlainProduct:
     Args:
         weight: [experts, features, inputs].
         bias: [experts, features] or None.
+        asks_ahead: whether programs of few pairs ask for weights before they wait: only where the kernel before waits
+            first, then lets this one begin, and does not write the tiles.
     """
 
     rounding: Rounding | None = None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, asks_ahead: bool = False) -> None:
+        self._weight, self._bias, self._asks_ahead = weight, bias, asks_ahead
 
     def tile_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
         """Rows of a tile where there are so many pairs of a dtype."""
@@ -153,12 +166,14 @@ class PlainProduct:
     def __call__(self, x: Activations, tiles: ExpertTiles, num_pairs: int, each: int) -> torch.Tensor:
         """x [rows, inputs], of which each has so many pairs → [pairs, features]."""
         assert isinstance(x, torch.Tensor)
-        _, features, inputs = self._weight.shape
+        num_experts, features, inputs = self._weight.shape
         tile, made = TILES[tiles.rows][1], x.new_empty((num_pairs, features))
+        asks = self._asks_ahead and num_pairs <= FEW_PAIRS
         _product_kernel[(len(tiles.experts), triton.cdiv(features, tile.features))](
-            x, self._weight, x if self._bias is None else self._bias, made, *tiles, features, inputs,
+            x, self._weight, x if self._bias is None else self._bias, made, *tiles, features, inputs, num_experts,
             CHOSEN=each, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=inputs % tile.inputs == 0, HAS_BIAS=self._bias is not None,
+            LINES=lines_of(self._weight[0], tile.features) if asks else 0,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
         return made
@@ -198,7 +213,8 @@ class TritonExperts(AddingExperts):
         activation: Activation,
         limit: float,
     ) -> None:
-        self._gate_up, self._bias, self._down = weights[0], biases[0], PlainProduct(weights[1], biases[1])
+        self._gate_up, self._bias = weights[0], biases[0]
+        self._down = PlainProduct(weights[1], biases[1], asks_ahead=_ASKS_AHEAD)
         self._gate, self._limit = GATES[activation], limit
 
     @override
