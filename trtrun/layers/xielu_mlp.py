@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
-from trtrun.kernels.arguments import Activations, Rounding
+from trtrun.kernels.arguments import Activations, Delta, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.layers.decoder_layer import MLP, RowParallelLinear
 from trtrun.linear.layer import Linear
@@ -32,4 +33,11 @@ class XieluMLP(MLP):
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden]."""
-        return self.down(operations_of(self.numbers.device.type).xielu(self.up(x), self.numbers))
+        return self.down(self._activated(x))
+
+    @override
+    def leave(self, x: Activations) -> Delta:
+        return self.down.leave(self._activated(x))
+
+    def _activated(self, x: Activations) -> torch.Tensor:
+        return operations_of(self.numbers.device.type).xielu(self.up(x), self.numbers)

@@ -70,4 +70,3 @@ def sweep(kernels: Iterable[Kernel], start: int, end: int) -> dict[str, Share]:
         elif last is not None:
             shares[last.name].idle_behind += following - moment
     return shares
-

@@ -1,5 +1,5 @@
 """Sums over ranks in the kernel that normalises, in Triton's interpreter: a process for each rank, with memory of the
-host in place of the devices'. What GPUs make of it, and of bfloat16, is in tests/ranks/test_sums.py."""
+host in place of the devices'; on one GPU, what a rank makes of it; between GPUs: tests/ranks/test_sums.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gpus import needs_gpu
 
 from parallel.communicator import PeerRows
 from trtrun.kernels.arguments import RankSum, RoundedRows, Rounding
@@ -137,6 +138,37 @@ def test_numbers_of_calls_wrap(tmp_path: Path, first_call: int) -> None:
     check(2, [Call(1 + index % 2, 64) for index in range(8)], tmp_path, first_call)
 
 
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4096), (5, 4096), (1, 5120), (3, 8192), (2, 70)], ids=str)
+def test_bits_on_one_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Where the other rank's words are there already: the first of two ranks sends its own, and has the bits of a sum
+    and a norm."""
+    from trtrun.kernels.triton.fused import add_and_normalise
+    from trtrun.kernels.triton.rank_sums import sum_and_normalise
+
+    device, (rows, size), words = torch.device("cuda"), shape, 4096
+    stream, *parts = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+    weight = torch.rand(size, device=device).to(dtype)
+    memory = torch.zeros((2, 2 + SLOTS * 2 * ROWS * words), dtype=torch.int64, device=device)
+    places = memory[:, 2:].unflatten(1, (SLOTS, 2, ROWS, words))
+    counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    addresses = [one.data_ptr() + 16 for one in memory]
+    peers = PeerRows(0, 2, ROWS, words, SLOTS, counts.data_ptr(), addresses[0], (addresses[1],))
+    communicator: Any = SimpleNamespace(peer_rows=peers)
+    for call in range(6):
+        sent = [(one.view(torch.int32).long() & 0xFFFFFFFF) | ((call | 1 << 31) << 32) for one in parts]
+        places[0, (call + 2) % SLOTS] = -1  # what is cleared
+        places[0, call % SLOTS, 1, :rows, : size // 2] = sent[1]
+        total, expected = (parts[0].float() + parts[1].float()).to(dtype), stream.clone()
+        norm = add_and_normalise(expected, total, weight, 1e-5)
+        made = sum_and_normalise(stream, RankSum(parts[0], communicator), weight, 1e-5)
+        assert torch.equal(made, norm) and torch.equal(stream, expected)
+        assert torch.equal(places[1, call % SLOTS, 0, :rows, : size // 2], sent[0])
+        assert (places[0, (call + 2) % SLOTS, :, :rows] == (0 if call < SLOTS else -1)).all()
+    assert counts.tolist() == [6] * rows + [0] * (ROWS - rows)
+
+
 COMPILE = """
 import json
 import re
@@ -145,7 +177,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from trtrun.kernels.triton import fused, rank_sums
 
-KINDS = dict.fromkeys(("hidden", "delta", "weight", "output", "scales"), "*bf16") | {"part": "*i32", "epsilon": "fp32"}
+KINDS = dict.fromkeys(("hidden", "delta", "shares", "weight", "output", "scales"), "*bf16")
+KINDS |= {"part": "*i32", "epsilon": "fp32"}
 KINDS |= dict.fromkeys(("hidden_stride", "output_stride", "scale_stride", "rows"), "i32")
 KINDS |= {"shares": "*fp32"} | dict.fromkeys(("calls", "own", *(f"other{number}" for number in range(7))), "i64")
 

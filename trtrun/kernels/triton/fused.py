@@ -20,9 +20,7 @@ from trtrun.kernels.arguments import (
     GROUP,
     SWIGLU_SLOPE,
     Activation,
-    Delta,
     ExpertSums,
-    RankSum,
     RoundedRows,
     Rounding,
 )
@@ -208,15 +206,16 @@ def norm_options(hidden: torch.Tensor) -> dict[str, Any]:
     return {"num_warps": 4 if hidden.shape[1] <= 4096 else 8, **early(hidden)}
 
 
-def _of_delta(hidden: torch.Tensor, delta: Delta | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
+def _of_delta(hidden: torch.Tensor, delta: torch.Tensor | ExpertSums | None) -> tuple[Any, ...]:
     """What the kernel takes of `delta`: numbers, shares, and how it is compiled."""
     if isinstance(delta, ExpertSums):
         return *delta, {"ADDS": True, "CHOSEN": delta.made.shape[1]}
-    assert not isinstance(delta, RankSum), "rank_sums.py makes these"
     return hidden if delta is None else delta, hidden, {"ADDS": delta is not None, "CHOSEN": 0}
 
 
-def add_and_normalise(hidden: torch.Tensor, delta: Delta | None, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def add_and_normalise(
+    hidden: torch.Tensor, delta: torch.Tensor | ExpertSums | None, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
     """hidden += delta, in place, then RMSNorm of it.
 
     Args:
@@ -240,7 +239,11 @@ def add_and_normalise(hidden: torch.Tensor, delta: Delta | None, weight: torch.T
 
 
 def add_and_normalise_rounded(
-    hidden: torch.Tensor, delta: Delta | None, weight: torch.Tensor, epsilon: float, rounding: Rounding = "row"
+    hidden: torch.Tensor,
+    delta: torch.Tensor | ExpertSums | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    rounding: Rounding = "row",
 ) -> RoundedRows:
     """Compute `add_and_normalise`, with what it returns rounded to E4M3."""
     tokens, size = hidden.shape

@@ -119,17 +119,19 @@ def _sum_and_normalise_kernel(
     SIZE: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
     WORDS: tl.constexpr, ROUNDS: tl.constexpr, ORDERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`part` holds words of two numbers."""
     launch_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    element, word = tl.arange(0, PADDED), tl.arange(0, PADDED // 2)
-    inside, is_word = element < SIZE, word < SIZE // 2
+    element = tl.arange(0, PADDED)
+    inside = element < SIZE
     factor = tl.load(weight + element, mask=inside, other=0.0)
     wait_for_all(EARLY)
+    word = tl.arange(0, PADDED // 2)
+    is_word = word < SIZE // 2
     kind = hidden.dtype.element_ty
     counter = calls.to(tl.int64).to(tl.pointer_type(tl.int32)) + row
     call = tl.load(counter)
     mark = call | _HIGHEST_BIT  # never zero, which is what a cleared word has
+    # Words of two numbers.
     mine = tl.load(part + row * (SIZE // 2) + word, mask=is_word, other=0)
     sent = (mark.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
     others = (other0, other1, other2, other3, other4, other5, other6)
@@ -178,8 +180,8 @@ def sum_and_normalise_rounded(
     hidden: torch.Tensor, delta: RankSum, weight: torch.Tensor, epsilon: float, rounding: Rounding = "row"
 ) -> RoundedRows:
     """Compute `sum_and_normalise`, with what it returns rounded to E4M3."""
-    rows, size = hidden.shape
-    made = empty_rows(rows, size, hidden, rounding)
+    tokens, size = hidden.shape
+    made = empty_rows(tokens, size, hidden, rounding)
     _launch(made.codes, made.scale, rounding, hidden, delta, weight, epsilon)
     return made
 
