@@ -123,6 +123,10 @@ class PlainKV(RowFormat):
     kernels = frozenset({"cpu", "cuda"})
 
     @override
+    def __repr__(self) -> str:
+        return "plain"
+
+    @override
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         return head_dim, dtype
 
