@@ -111,7 +111,7 @@ def _rotate_and_write_kernel(
     keys are normalised by `weight`, where they have a norm, and values by `value_weight`."""
     head = tl.program_id(1)
     if HAS_NORM:
-        weight += tl.minimum(head, heads + kv_heads - 1) * HEAD  # values have none
+        weight += tl.where(head < heads + kv_heads, head, 0) * HEAD  # that of values is another
         fetch(weight, tl.zeros([1], tl.int64), HEAD, NORM_LINES, EARLY)
     begin(EARLY)
     place = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
