@@ -47,6 +47,7 @@ def test_requests_find_ranks_as_if_no_round_had_been_run(
 
     monkeypatch.setattr(Orchestrator, "_note_draft", logged)
     monkeypatch.setattr(policies, "_uses_gpus", lambda config: True)
+    monkeypatch.setattr(policies, "outnumber_cores", lambda *_: False)  # both ways of drafting ahead are measured, too
     speculation = {"draft_len": 3, "ahead": ahead}
     config = configuration(folder / "target", folder / "draft", devices=HERE[name], speculation=speculation)
     prompts = [prompt_of(length, seed=length) for length in (5, 17, 30)]

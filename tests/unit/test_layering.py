@@ -105,6 +105,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"worker_factory"}),
         frozenset({"beside_engines"}),
         frozenset({"policies"}),
+        frozenset({"ahead_rounds"}),
         frozenset({"warm_up_rounds"}),
         frozenset({"job_spec"}),
     ),

@@ -298,9 +298,13 @@ class Orchestrator:
             self.totals.add_warmup_misses(times.warmup_misses)
             if report.is_verdict:
                 return report
-            self.totals.add_guesses(report.num_guesses, times.anticipating)
-            if self._ahead is not None:
-                self._ahead.record_chances(report.hit_chances)
+            self._note_draft(report)
+
+    def _note_draft(self, report: RoundReport) -> None:
+        """The draft leader's report, which comes before or after that of the target leader."""
+        self.totals.add_guesses(report.num_guesses, report.times.anticipating)
+        if self._ahead is not None:
+            self._ahead.record_chances(report.hit_chances)
 
     def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowUpdate]:
         seconds = received - max(self._last_verdict, published.published)

@@ -37,11 +37,10 @@ from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.pacing import Pacer, first_trial
 from trtrun.speculation.round_costs import RoundCosts, assume_costs
+from trtrun.start.ahead_rounds import count_ahead_rounds, measure_ahead_costs
 from trtrun.start.warm_up_rounds import (
-    count_ahead_rounds,
     count_measured_rounds,
     count_practised_rounds,
-    measure_ahead_costs,
     measure_round_costs,
     numbers_of_rows,
     practise_rounds,

@@ -4,7 +4,7 @@ engines as every other, pipelined alike.
 
 Rows are made up, and their block tables are empty, so that what is written goes to the null block; behind the last
 round they are dropped. It knows ranks, plans and a clock. It does not know what follows from the times
-(speculation/pacing.py, speculation/ahead/policy.py).
+(speculation/pacing.py, ahead_rounds.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
@@ -26,20 +26,16 @@ from trtrun.rounds.commit import ahead_round
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import most_missed_rounds
-from trtrun.speculation.ahead.ahead_costs import AheadCosts, AheadRound, costs_of
-from trtrun.speculation.ahead.policy import FIRST_GUESSES_PER_ROW, enough_guesses
+from trtrun.speculation.ahead.ahead_costs import AheadRound
 from trtrun.speculation.round_costs import RoundCosts
 from trtrun.wire.reports import RoundReport
 
-_NUM_TIMED = MADE_UP_ROUNDS - 1
+NUM_TIMED = MADE_UP_ROUNDS - 1
 """Rounds of a kind that count, at most; the first of each, which may be the first use of something, does not."""
 
 _MOST_SECONDS = 0.5
 """That measuring takes, on two cores a second of the processor: no kind of round is begun that would not be done by
 then."""
-
-_MOST_AHEAD_SECONDS = 1.0
-"""The same of rounds that are drafted ahead, of which there are more kinds."""
 
 _SAMPLING = SamplingParams(seed=0)
 _GUIDE = Guide("regex", "[a-z]*")
@@ -90,17 +86,17 @@ def measure_round_costs(
     Raises:
         RankFailedError: a rank failed.
     """
-    lens, length = _measured_lens(limits), _row_length(limits, 1 + _NUM_TIMED)
+    lens, length = measured_lens(limits), row_length(limits, 1 + NUM_TIMED)
     if not lens:
         return None
-    rounds = _WarmUpRounds(ranks, limits, length, clock)
+    rounds = WarmUpRounds(ranks, limits, length, clock)
     seconds: dict[int, dict[int, float]] = {}
     ends, scale = clock() + _MOST_SECONDS, 0.0
     with ranks.stepping():
-        for rows in _measured_rows(limits):
+        for rows in measured_rows(limits):
             for draft_len in (0, *reversed(lens[1:])):
                 expected = scale * assumed.estimate(rows, draft_len)
-                num_timed = min(_NUM_TIMED, int((ends - clock()) / expected) - 1) if expected else 1
+                num_timed = min(NUM_TIMED, int((ends - clock()) / expected) - 1) if expected else 1
                 if num_timed < 1:
                     continue
                 took = rounds.measure(rows, draft_len, num_timed)
@@ -109,56 +105,6 @@ def measure_round_costs(
         rounds.drop_rows()
     whole = {rows: dict(sorted(of_rows.items())) for rows, of_rows in sorted(seconds.items()) if _is_whole(of_rows)}
     return RoundCosts(whole) if whole else None
-
-
-def measure_ahead_costs(
-    ranks: EngineRanks,
-    limits: SchedulerLimits,
-    steps: Sequence[int],
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[int, AheadCosts]:
-    """Run rounds of one row, of the most, and of numbers between, whose drafts are made behind the verdict and ahead of
-    it, as far as there is time.
-
-    Args:
-        ranks: all up, with no plan out and no row admitted.
-        limits: of the batch, the context, and of what is drafted.
-        steps: numbers of guesses that rounds may have.
-        clock: seconds.
-
-    Returns:
-        What they took, by number of rows; nothing where contexts are too short to try, or rounds take too long.
-
-    Raises:
-        RankFailedError: a rank failed.
-    """
-    kinds = _ahead_kinds(limits, steps)
-    if not kinds:
-        return {}
-    rounds = _WarmUpRounds(ranks, limits, _row_length(limits, 1 + _NUM_TIMED), clock)
-    measured: dict[int, list[AheadRound]] = {}
-    ends, longest = clock() + _MOST_AHEAD_SECONDS, 0.0
-    with ranks.stepping():
-        for rows, num_guesses in kinds:
-            if clock() + (1 + _NUM_TIMED) * longest > ends:
-                continue
-            took = rounds.measure_ahead(rows, num_guesses)
-            measured.setdefault(rows, []).extend(took)
-            longest = max([longest, *(one.seconds for one in took)])
-        rounds.drop_rows()
-    found = {rows: costs_of(of_rows) for rows, of_rows in sorted(measured.items())}
-    return {rows: costs for rows, costs in found.items() if costs is not None}
-
-
-def _ahead_kinds(limits: SchedulerLimits, steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Numbers of rows, and of guesses: both ways for all numbers of rows before other numbers of guesses."""
-    if not steps or not _measured_lens(limits):
-        return []
-    kinds = []
-    for rows in _measured_rows(limits):
-        counts = sorted(enough_guesses(steps, rows), key=lambda step: abs(step - rows * FIRST_GUESSES_PER_ROW))
-        kinds += [(place > 1, rows, num_guesses) for place, num_guesses in enumerate((0, *counts))]
-    return [(rows, num_guesses) for _, rows, num_guesses in sorted(kinds, key=lambda kind: kind[0])]
 
 
 def _is_whole(of_rows: Mapping[int, float]) -> bool:
@@ -180,7 +126,7 @@ def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
     lens = _practised_lens(limits)
     if not lens:
         return
-    rounds = _WarmUpRounds(ranks, limits, _row_length(limits, len(lens)), time.perf_counter)
+    rounds = WarmUpRounds(ranks, limits, row_length(limits, len(lens)), time.perf_counter)
     with ranks.stepping():
         rounds.practise_longest_prompt()
         for sampling in _PRACTISED:
@@ -195,27 +141,22 @@ def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
 def count_practised_rounds(limits: SchedulerLimits) -> int:
     """Rounds that `practise_rounds` runs, but for the one that drops rows."""
     lens = _practised_lens(limits)
-    beside = _has_prompt(limits, _row_length(limits, len(lens)))
+    beside = _has_prompt(limits, row_length(limits, len(lens)))
     of_kinds = len(_PRACTISED) * len(lens) * (2 if beside else 1)
     return of_kinds + 1 + 3 * len(_late_rows(limits)) if lens else 0
-
-
-def count_ahead_rounds(limits: SchedulerLimits, steps: Sequence[int]) -> int:
-    """Rounds that `measure_ahead_costs` runs, but for the one that drops rows: at most, as `count_measured_rounds`."""
-    return len(_ahead_kinds(limits, steps)) * (1 + _NUM_TIMED)
 
 
 def count_measured_rounds(limits: SchedulerLimits) -> int:
     """Rounds that `measure_round_costs` runs, but for the one that drops rows: at most, as it ends early where rounds
     take long."""
-    kinds = len(list(_measured_rows(limits))) * len(_measured_lens(limits))
-    return max(0, kinds * (1 + _NUM_TIMED) - (_NUM_TIMED - 1))  # of the first kind one is timed: it may be slow
+    kinds = len(list(measured_rows(limits))) * len(measured_lens(limits))
+    return max(0, kinds * (1 + NUM_TIMED) - (NUM_TIMED - 1))  # of the first kind one is timed: it may be slow
 
 
 def _practised_lens(limits: SchedulerLimits) -> list[int]:
     """None where contexts are too short."""
     most = min(limits.draft_len, _MOST_PRACTISED)
-    return list(range(most + 1)) if _row_length(limits, 1 + most) >= 2 else []
+    return list(range(most + 1)) if row_length(limits, 1 + most) >= 2 else []
 
 
 def _late_rows(limits: SchedulerLimits) -> list[int]:
@@ -225,13 +166,13 @@ def _late_rows(limits: SchedulerLimits) -> list[int]:
     return sorted({1, min(_LATE_ROWS, limits.max_batch_size)})
 
 
-def _measured_lens(limits: SchedulerLimits) -> list[int]:
+def measured_lens(limits: SchedulerLimits) -> list[int]:
     """None where nothing is drafted, or contexts are too short."""
     lens = sorted({0, 1, limits.draft_len // 2, limits.draft_len})
-    return lens if len(lens) > 1 and _row_length(limits, 1 + _NUM_TIMED) >= 2 else []
+    return lens if len(lens) > 1 and row_length(limits, 1 + NUM_TIMED) >= 2 else []
 
 
-def _row_length(limits: SchedulerLimits, rounds: int) -> int:
+def row_length(limits: SchedulerLimits, rounds: int) -> int:
     """Tokens of a made-up row with room behind them for so many rounds."""
     return min(MADE_UP_LENGTH, _context(limits) - rounds * (limits.draft_len + 1))
 
@@ -253,7 +194,7 @@ def _has_prompt(limits: SchedulerLimits, length: int) -> bool:
     return limits.max_batch_size > 1 and length > _PROMPT
 
 
-def _measured_rows(limits: SchedulerLimits) -> Iterator[int]:
+def measured_rows(limits: SchedulerLimits) -> Iterator[int]:
     """Numbers of rows that a round has room for."""
     of_row = limits.num_verified(limits.draft_len)
     return takewhile(lambda rows: rows * of_row <= limits.max_num_tokens, numbers_of_rows(limits.max_batch_size))
@@ -268,7 +209,7 @@ def numbers_of_rows(most: int) -> list[int]:
     return [*dict.fromkeys((1, most)), *between]
 
 
-class _WarmUpRounds:
+class WarmUpRounds:
     """Plans for made-up rows, and the times of their verdicts."""
 
     def __init__(self, ranks: EngineRanks, limits: SchedulerLimits, length: int, clock: Callable[[], float]) -> None:
@@ -286,7 +227,7 @@ class _WarmUpRounds:
     def measure_ahead(self, rows: int, num_guesses: int) -> list[AheadRound]:
         """Rounds of `rows` rows with whole drafts, in which so many verdicts are guessed, and whoever missed is drafted
         for again."""
-        ran = self._run(rows, self._limits.draft_len, 1 + _NUM_TIMED, num_guesses)
+        ran = self._run(rows, self._limits.draft_len, 1 + NUM_TIMED, num_guesses)
         return [ahead_round(before, plan, report, took) for (before, _, _), (plan, report, took) in pairwise(ran)]
 
     def _run(

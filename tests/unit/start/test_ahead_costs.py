@@ -16,7 +16,7 @@ from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.speculation.ahead.ahead_costs import AheadCosts, AheadLoad, AheadRound, costs_between, costs_of
 from trtrun.start import policies
-from trtrun.start.warm_up_rounds import count_ahead_rounds, measure_ahead_costs
+from trtrun.start.ahead_rounds import count_ahead_rounds, measure_ahead_costs
 from trtrun.wire.reports import RoundReport, RoundTimes
 
 LIMITS = SchedulerLimits(16, 512, 2048, 2048, 5, 64, 16, plans_ahead=1)
