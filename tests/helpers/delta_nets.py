@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kvcache.row_states import RowStates, StateSpace
@@ -57,7 +58,7 @@ class Rows:
         parts = (KERNEL - 1, weights.channels), (weights.values, weights.key_dim, weights.value_dim)
         spec = RecurrentState(parts, ((weights.channels,), (weights.values,), (weights.values,)), num_narrow=1)
         space = StateSpace(ROWS, refed, True, num_snapshots=3, dtype=dtype)
-        self.states = RowStates({0: spec}, space, 1 + ROWS, device)
+        self.states = RowStates({0: spec}, space, 1 + ROWS, device, operations_of(device.type).states)
         of_rows = torch.arange(ROWS, device=device)
         self.states.announce(of_rows, 1 + of_rows)
         self.states.begin([(row, 0, 0) for row in range(ROWS)])

@@ -14,6 +14,7 @@ import torch
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.configuration.engine_sections import LoadFormat
+from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.row_states import StateSpace
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
@@ -132,7 +133,14 @@ class PagedModel:
         made = choose_format(kv_format, config.kv_scheme)
         self.stores = [
             KVStore(
-                model.keeps, num_blocks, block_size, dtype, device, made, state_space=StateSpace(num_blocks, 8, True)
+                model.keeps,
+                num_blocks,
+                block_size,
+                dtype,
+                device,
+                made,
+                state_space=StateSpace(num_blocks, 8, True),
+                state_operations=operations_of(device.type).states,
             )
             for model in self.models
         ]
