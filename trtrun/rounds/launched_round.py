@@ -14,10 +14,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch.nn import functional
 from typing_extensions import override
 
 from trtrun.core.nouns import RoundPlan, Step, Verdict
+from trtrun.kernels.chooser import operations_of
+from trtrun.tensors import to_host
 from trtrun.timing.phase_clock import Event, timing_event
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
@@ -25,7 +26,8 @@ from trtrun.wire.reports import ReportArrays, RoundTimes
 class VerdictCopy:
     """A verdict that is copied to the host. Counts, lengths, tokens and the bits of their logits travel in one tensor.
 
-    From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here.
+    From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here. The
+    memory must be kept until `wait`, or whatever the device has to do then may write over something else's.
     """
 
     def __init__(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None = None) -> None:
@@ -47,7 +49,7 @@ class VerdictCopy:
         self._waiting: dict[int, int] = {}
         scores = None if step is None else step.prompt_logprobs
         if scores is not None:
-            self._of_prompts = [_to_host(scores.token_ids), _to_host(scores.values)]
+            self._of_prompts = [to_host(scores.token_ids), to_host(scores.values)]
         if verdict is not None:
             self._copy(verdict)
         if (
@@ -61,18 +63,14 @@ class VerdictCopy:
     def _copy(self, verdict: Verdict) -> None:
         assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
         self._width, self._waiting = verdict.tokens.shape[1], {**verdict.waiting}
-        bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
-        columns = [verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits]
         found = verdict.num_suffix_tokens
-        if found is not None:
-            columns.append(functional.pad(found, (0, len(bits) - len(found))).unsqueeze(1))
         self._tells_suffix = found is not None
-        sources = [torch.cat(columns, dim=1)]
+        pack = operations_of(verdict.tokens.device.type).pack_verdict
+        self._copies = [pack(verdict.num_tokens, verdict.draft_lens, verdict.tokens, verdict.chosen_logits, found)]
         if verdict.logprobs is not None:
-            sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
-        self._copies = [_to_host(source) for source in sources]
+            self._copies += [to_host(verdict.logprobs.token_ids), to_host(verdict.logprobs.values)]
         # On a GPU the next forward writes where they are, behind the copy.
-        self._logits = {place: _to_host(one) for place, one in verdict.reported_logits.items()}
+        self._logits = {place: to_host(one) for place, one in verdict.reported_logits.items()}
 
     def is_here(self) -> bool:
         """Whether `wait` would not wait."""
@@ -133,13 +131,6 @@ class VerdictCopy:
             return report
         _, ids, values = self._copies
         return replace(report, logprob_ids=ids.numpy(), logprob_values=values.numpy())
-
-
-def _to_host(source: torch.Tensor) -> torch.Tensor:
-    """`source` itself on the CPU; else memory of the host that will have its contents."""
-    if source.is_cpu:
-        return source
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
 
 class LaunchedRound(Protocol):
