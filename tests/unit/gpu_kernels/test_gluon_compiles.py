@@ -56,7 +56,8 @@ def four_bits():
 def experts():
     words, scales = torch.zeros((2, 1, 2, 32, 32), dtype=torch.int32), torch.zeros((2, 1, 2, 2, 32), dtype=torch.int32)
     blocks, factor = torch.zeros((2, 1, 2, 64, 4), dtype=torch.uint8), torch.ones((2, 64))
-    for rows, more in ((8, {"blocks": blocks, "factor": factor}), (64, {"scales": scales})):
+    numbers = {"blocks": blocks, "factor": factor}
+    for rows, more in ((8, numbers), (64, numbers), (64, {"scales": scales})):
         weight = ExpertCodes({"words": words, **more}, 64, 256)
         tiles = ExpertTiles(torch.zeros(rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         x = torch.zeros((3, 256), dtype=torch.bfloat16)
@@ -81,7 +82,7 @@ for kernel in asked:
 print(json.dumps([[kernel.name for kernel in asked], processes.wait()]))
 processes.close()
 """
-OF_EXPERTS = ["_product_kernel"] * 4
+OF_EXPERTS = ["_product_kernel"] * 6
 KERNELS = ["_stream_kernel", "_stream_blocks_kernel", "_stream_kernel", "_stream_kernel", *OF_EXPERTS, "_prompt_kernel"]
 """Products of E4M3, by row and in blocks, two of 4 bits, those of experts, with gates and without; attention of
 prompts."""

@@ -14,6 +14,7 @@ from trtrun.kernels.triton.matmul import dense as matmul
 from trtrun.kernels.triton.matmul.dense import TritonMatmul
 
 PLACES = range(len(matmul._ROWS))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -34,14 +35,26 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 def test_rows_that_a_library_is_slow_for_go_as_more(asked: list[int], has_bias: bool) -> None:
-    weight, bias = torch.randn(24, 16), torch.randn(24) if has_bias else None
-    product, x = TritonMatmul(weight, bias), torch.randn(2048, 16)
+    weight, bias = torch.randn(24, 16, device=DEVICE), torch.randn(24, device=DEVICE) if has_bias else None
+    product, x = TritonMatmul(weight, bias), torch.randn(2048, 16, device=DEVICE)
     for rows, computed in ((384, 384), (385, 512), (511, 512), (512, 512), (513, 513), (1024, 1024), (1025, 2048)):
         found = product(x[:rows])
         assert found.shape == (rows, 24) and found.is_contiguous()
         assert torch.allclose(found, torch.nn.functional.linear(x[:rows], weight, bias), atol=1e-4), rows
         assert asked.pop(0) == computed
         asked.clear()
+
+
+def test_a_bias_is_added_where_the_product_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded where a library's product and the sum behind it are."""
+    torch.manual_seed(1)
+    never = Speeds((False,) * len(PLACES), (False,) * len(PLACES))
+    monkeypatch.setattr(matmul, "_compare", lambda weight: never)
+    weight, bias, x = (torch.randn(shape, device=DEVICE).half() for shape in ((70, 48), (70,), (5, 48)))
+    plain = TritonMatmul(weight, None)(x)
+    monkeypatch.setattr(torch.Tensor, "add_", None)
+    monkeypatch.setattr(matmul, "add_bias", None)
+    assert torch.equal(TritonMatmul(weight, bias)(x), plain + bias)
 
 
 @needs_gpu

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from family_checkpoints import write_family
 from native import leave_to_torch
 from norms import difference
 from paged import PagedModel, check_tilings, straight
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from trtrun.attention.backend import GatherAttention
@@ -371,6 +373,37 @@ def test_a_model_whose_norms_and_activations_round_is_the_same_model(
     model = PagedModel(path, torch.float16, quantization="fp8")
     assert difference(model.forward(batch), expected) < BOUNDS[torch.float16]
     assert rounded == [8] * model.models[0].config.num_layers
+
+
+def test_biases_of_layers_are_added_in_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries, keys and values, of what attention makes, and of the router; with the bits of a sum behind them."""
+    from trtrun.kernels.triton.matmul import dense
+    from trtrun.kernels.triton.operations import TritonOperations
+    from trtrun.weights import weight_reader
+
+    path, batch = write_family(tmp_path, "gpt_oss", dtype=torch.float16), [[(0, 0, [5, 9])]]
+    monkeypatch.setattr(quantizations, "_DTYPES", {"cpu": ("float16",)})
+    leave_to_torch(monkeypatch)
+    expected = PagedModel(path, torch.float16).forward(batch)
+    for module in (decoder_layer, chooser, weight_reader):
+        monkeypatch.setattr(module, "operations_of", lambda device_type: TritonOperations())
+    found = PagedModel(path, torch.float16).forward(batch)
+    assert difference(found[0], expected[0]) < BOUNDS[torch.float16]
+    chain_product, added = dense.chain_product, []
+
+    def product_and_sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        added.append(bias)
+        made = chain_product(x, weight)
+        return made if bias is None else made + bias
+
+    monkeypatch.setattr(dense, "chain_product", product_and_sum)
+    model = PagedModel(path, torch.float16)
+    assert torch.equal(model.forward(batch), found)
+    tensors = load_file(path / "model.safetensors")
+    for name in ("self_attn.o_proj", "mlp.router"):
+        for layer in range(model.models[0].config.num_layers):
+            bias = tensors[f"model.layers.{layer}.{name}.bias"]
+            assert any(one is not None and torch.equal(one, bias) for one in added), (name, layer)
 
 
 @pytest.mark.parametrize(
