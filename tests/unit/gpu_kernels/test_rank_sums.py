@@ -206,6 +206,52 @@ print(json.dumps([
 """
 
 
+SKIP = """
+from types import SimpleNamespace
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Driver())
+from parallel.communicator import PeerRows
+from trtrun.kernels.arguments import RankSum
+from trtrun.kernels.triton import rank_sums
+from trtrun.kernels.triton.compilation.launches import collecting
+
+group = SimpleNamespace(peer_rows=PeerRows(0, 2, 8, 64, 4, 2**40, 2**41, (2**42,)))
+
+def call(rows):
+    hidden, part = torch.zeros(rows, 64).bfloat16(), torch.zeros(rows, 64).bfloat16()
+    rank_sums.sum_and_normalise(hidden, RankSum(part, group), torch.zeros(64).bfloat16(), 1e-5)
+
+asked = []
+with collecting(asked.append):
+    call(1)
+    call(8)
+rank_sums.is_collecting = lambda: True  # one that is compiled by now
+call(2)
+with collecting(asked.append):
+    call(2)
+print([request.name for request in asked])
+"""
+
+
+def test_a_start_that_asks_what_is_launched_runs_none(tmp_path: Path) -> None:
+    """Also one that the process has compiled: other ranks may skip it, and would be waited for. There is no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SKIP], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['_sum_and_normalise_kernel']", "once for all rows"
+
+
 def test_compiled_kernels_add_squares_in_one_order(tmp_path: Path) -> None:
     """Which follows from the layout; for compute capability 9.0, which needs no GPU. Words are written and read whole,
     for the whole system, and tiny numbers are kept."""

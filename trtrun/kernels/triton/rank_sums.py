@@ -102,14 +102,13 @@ def _places(base, call, source, row, rows, SLOTS: tl.constexpr, RANKS: tl.conste
 
 
 @triton.jit
-def _clear(own, call, row, rows, SLOTS: tl.constexpr, RANKS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
-           ORDERED: tl.constexpr):  # fmt: skip
+def _clear(own, call, row, rows, SLOTS: tl.constexpr, RANKS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     """Clear a slot of a row."""
     for source in tl.static_range(RANKS):
         places = _places(own, call, source, row, rows, SLOTS, RANKS, WORDS)
         for first in range(0, WORDS, BLOCK):
             word = first + tl.arange(0, BLOCK)
-            _send(places + word, tl.zeros((BLOCK,), tl.int64), word < WORDS, ORDERED)
+            tl.store(places + word, tl.zeros((BLOCK,), tl.int64), mask=word < WORDS)
 
 
 @triton.jit(do_not_specialize=["rows", "calls", "own"])
@@ -155,7 +154,7 @@ def _sum_and_normalise_kernel(
         kind, SIZE, PADDED, ROUNDS,
     )  # fmt: skip
     if (call & (_TURN - 1)) < SLOTS:  # the slot behind the next call's, into which nobody writes yet
-        _clear(own, call + 2, row, rows, SLOTS, RANKS, WORDS, PADDED, ORDERED)
+        _clear(own, call + 2, row, rows, SLOTS, RANKS, WORDS, PADDED)
     tl.debug_barrier()  # all have read the number of the call
     tl.store(counter, call + 1)
 
