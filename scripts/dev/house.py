@@ -53,12 +53,12 @@ MOST: dict[str, float] = {
     "vague_docstrings": 0,
     "largest_room": 16,
     "long_parameter_lists": 13,
-    "long_kernel_parameter_lists": 75,
-    "words": 46_200,
+    "long_kernel_parameter_lists": 82,
+    "words": 46_700,
     "config_way": 30,
     "request_way": 28,
-    "files": 750,
-    "lines": 129_000,
+    "files": 760,
+    "lines": 130_500,
     "import_share": 0.12,
 }
 LEAST: dict[str, float] = {"median_lines": 170}
