@@ -55,7 +55,7 @@ LOADS = {
 """What kernels read before they wait: weights; and, past their own cache, what was written before the kernel in front,
 which has waited for it, if only to ask for weights."""
 
-PLAIN = {"tl.program_id", "tl.arange", "tl.where", "tl.zeros", "tl.minimum", "tl.maximum", "fetch"}
+PLAIN = {"tl.program_id", "tile_and_part", "tl.arange", "tl.where", "tl.zeros", "tl.minimum", "tl.maximum", "fetch"}
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -48,14 +48,14 @@ def segment_of(rows: int, count: int, queries: int, draw: random.Random) -> Atte
     at = 0
     while at < count:
         row = free.pop()
-        first = draw.randrange(SIZE * BLOCKS - queries)
+        first, is_written = draw.randrange(SIZE * BLOCKS - queries), draw.random() < 0.9
         for tile in range(min(draw.choice((1, 1, 2, 30)), count - at)):
             length = draw.randint(0, queries) if tile == 0 and draw.random() < 0.3 else draw.randint(1, queries)
             if first + length > SIZE * BLOCKS:
                 break
             before = draw.choice((0, queries - length))
             positions[at, before : before + length] = torch.arange(first, first + length)
-            if draw.random() < 0.9:
+            if is_written:
                 tables[at] = 1 + row * BLOCKS + torch.arange(BLOCKS)
             first += length
             at += 1
