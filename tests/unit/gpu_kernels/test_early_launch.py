@@ -50,7 +50,7 @@ def test_they_are_found() -> None:
 LOADS = {
     "fused.py:_add_and_normalise_kernel": {"tl.load(weight + element, mask=inside, other=0.0)"},
     "rank_sums.py:_sum_and_normalise_kernel": {"tl.load(weight + element, mask=inside, other=0.0)"},
-    "experts.py:_product_kernel": {"tl.load(experts + tl.program_id(0), cache_modifier='.cg')"},
+    "experts.py:_product_kernel": {"tl.load(experts + tile, cache_modifier='.cg')"},
 }
 """What kernels read before they wait: weights; and, past their own cache, what was written before the kernel in front,
 which has waited for it, if only to ask for weights."""
