@@ -206,10 +206,15 @@ class RowParallelLinear:
         """x [tokens, in share] → the same, for who adds it to the residual stream on the way to a norm."""
         if self._communicator.size == 1 or self._bias is not None:
             return self(x)
-        part = self._linear(x)
-        if operations_of(part.device.type).sums_ranks(part, self._communicator):
-            return RankSum(part, self._communicator)
-        return self._communicator.all_reduce(part)
+        return sum_of_ranks(self._linear(x), self._communicator)
+
+
+def sum_of_ranks(part: torch.Tensor, communicator: Communicator) -> Delta:
+    """The sum of the ranks' parts [tokens, hidden], or what is left of it to the next norm where that is faster there:
+    the same on all ranks. It may be made in place."""
+    if operations_of(part.device.type).sums_ranks(part, communicator):
+        return RankSum(part, communicator)
+    return communicator.all_reduce(part)
 
 
 class MLP(Protocol):

@@ -23,7 +23,7 @@ from trtrun.errors import ConfigError
 from trtrun.kernels.arguments import Activations, Delta, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.torch.experts import Choice, Experts
-from trtrun.layers.decoder_layer import MLP, RMSNorm
+from trtrun.layers.decoder_layer import MLP, RMSNorm, sum_of_ranks
 
 
 class SharedExpert:
@@ -59,6 +59,10 @@ class SummedExperts:
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden], equal on all ranks."""
         return self._communicator.all_reduce(self._experts(x, choice))
+
+    def leave(self, x: torch.Tensor, choice: Choice) -> Delta:
+        """x [tokens, hidden] → what is left to add to the residual stream, which the next norm may sum itself."""
+        return sum_of_ranks(self._experts(x, choice), self._communicator)
 
 
 class ExchangedExperts:
@@ -179,9 +183,9 @@ class ExpertsMLP(MLP):
 
     @override
     def leave(self, x: Activations) -> Delta:
-        """What experts made, if nothing stands between them and the residual stream: no other ranks' experts, and none
-        of all tokens that is apart."""
-        if self._shared is not None or not isinstance(self._experts, Experts):
+        """What experts made, if nothing stands between them and the residual stream: no exchange between ranks, and no
+        expert of all tokens that is apart."""
+        if self._shared is not None or not isinstance(self._experts, (Experts, SummedExperts)):
             return self(x)
         assert isinstance(x, torch.Tensor)
         return self._experts.leave(x, self._choose(self._router(x)))

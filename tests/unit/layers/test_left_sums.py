@@ -19,12 +19,12 @@ from trtrun.kernels.torch.operations import TorchOperations
 
 @pytest.mark.parametrize(
     ("family", "left"),
-    [(None, 4), ("apertus", 2), ("qwen3_moe", 3), ("glm4", 0), ("granite", 0)],
+    [(None, 4), ("apertus", 2), ("qwen3_moe", 4), ("glm4", 0), ("granite", 0)],
 )
 def test_they_are_left_where_nothing_stands_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str | None, left: int
 ) -> None:
-    """No bias, no experts, no norm of what is added, and no factor; and logits are those of sums that are made at once,
+    """No bias, no norm of what is added, and no factor; and logits are those of sums that are made at once,
     to the bit."""
     if family is None:
         path = make_checkpoint(tmp_path / "model", num_hidden_layers=2)
