@@ -198,8 +198,9 @@ class CausalLM:
         for index, layer in enumerate(self._layers):
             of_layer = angles[self._rotary_of_layer[index]]
             attended = layer.attend(hidden, delta, of_layer, caches[index])
+            delta = None  # the stream has it by now: so its memory, which is that of experts' results, is free
             if taps is not None:
-                taps.keep(index, hidden)  # what the layer before left to add is in it by now
+                taps.keep(index, hidden)
             if index == behind_layers - 1:
                 self._look_for_overflow(attended)
                 if wanted is not None and not reads_end:

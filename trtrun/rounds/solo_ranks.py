@@ -113,6 +113,8 @@ class SoloRanks(EngineRanks):
     @override
     def reset(self) -> None:
         self._plans.clear()
+        if self._launched and self._worker.device.type == "cuda":
+            torch.cuda.synchronize(self._worker.device)  # or kernels write to what is somebody else's (VerdictCopy)
         self._launched.clear()
         self._worker.reset()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -101,6 +104,34 @@ def test_an_exception_between_launch_and_report_leaves_the_engine_whole(
                 llm.generate(prompts, SamplingParams(max_tokens=20))
         llm.check_idle()
         assert tokens_of(llm.generate(prompts, SamplingParams(max_tokens=20))) == expected
+
+
+def test_what_a_gpu_writes_to_is_kept_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a round fails, those that are launched behind it have memory of the host to which kernels write."""
+    kept: list[Any] = []
+
+    class Launched:
+        def finish(self) -> Any:
+            raise RuntimeError("out of luck")
+
+    def launch(plan: SimpleNamespace) -> Launched:
+        launched = Launched()
+        kept.append(ref(launched))
+        return launched
+
+    device = torch.device("cuda", 0)
+    worker: Any = SimpleNamespace(device=device, phases=None, launch_round=launch, reset=lambda: None)
+    ranks = SoloRanks(worker, launches_ahead=True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    waited: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(kept[1]() is not None))
+    for index in range(2):
+        plan: Any = SimpleNamespace(round_index=index)
+        ranks.publish(plan)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        ranks.collect()
+    ranks.reset()
+    assert waited == [True] and kept[1]() is None
 
 
 @pytest.mark.parametrize(
