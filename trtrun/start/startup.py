@@ -26,6 +26,7 @@ from trtrun.engine.heads.head_rows import HeadRows
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
 from trtrun.kernels.chooser import operations_of
+from trtrun.kernels.triton.support import triton_works
 from trtrun.kvcache.sizing import (
     SlotMemory,
     StoreSize,
@@ -135,6 +136,7 @@ class RankStartup:
                 raise
             self._lap("weights")
             if self._agree(True):
+                self._choose_sums()
                 models = [engine.model for engine in self._engines.values()]
                 if self._agree(all(model.has_like_layers for model in models)):
                     for model in models:
@@ -170,6 +172,12 @@ class RankStartup:
             for _, _, _, communicator in self._parts.all:
                 differing = int(communicator.all_reduce(torch.tensor([differing], device=self._device)))
         return differing == 0
+
+    def _choose_sums(self) -> None:
+        """Leave sums to the transport where some rank has no kernels that sum themselves: others would wait for it."""
+        if not self._agree(triton_works(self._device.type)):
+            for _, _, _, communicator in self._parts.all:
+                communicator.peer_rows = None
 
     def _load_weights(self, progress: Progress) -> StoreSize:
         """Read the weights and count blocks; on GPUs those that fit beside the weights alone."""

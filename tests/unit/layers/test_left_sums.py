@@ -10,11 +10,16 @@ import torch
 from checkpoints import make_checkpoint
 from family_checkpoints import write_family
 from paged import PagedModel
-from pipelines import prompt_of
+from pipelines import configuration, prompt_of
 
-from parallel.communicator import Communicator
+from parallel.communicator import Communicator, PeerRows
+from parallel.groups import open_groups
+from trtrun.configuration.topology import make_topology
 from trtrun.kernels.arguments import RankSum
 from trtrun.kernels.torch.operations import TorchOperations
+from trtrun.start import startup
+from trtrun.start.job_spec import JobSpec
+from trtrun.start.startup import RankStartup
 
 
 @pytest.mark.parametrize(
@@ -48,3 +53,19 @@ def test_they_are_left_where_nothing_stands_between(
     model = PagedModel(path, tp_size=2)
     assert torch.equal(model.forward([[(0, 0, text)]], wanted=[3, 8]), expected)
     assert len(seen) == 2 * left, "of both ranks"
+
+
+@pytest.mark.parametrize("works_elsewhere", [True, False])
+@pytest.mark.parametrize("works", [True, False])
+def test_they_are_left_only_where_all_ranks_have_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool, works_elsewhere: bool
+) -> None:
+    """Else some would wait for a rank that sums by its transport."""
+    config = configuration(make_checkpoint(tmp_path / "model"), None)
+    groups = open_groups(None, make_topology(config), torch.device("cpu"))
+    assert groups.target is not None
+    groups.target.peer_rows = PeerRows(0, 2, 8, 4096, 4, 0, 0, (0,))
+    monkeypatch.setattr(startup, "triton_works", lambda device_type: works)
+    monkeypatch.setattr(RankStartup, "_agree", lambda self, is_so: is_so and works_elsewhere)
+    RankStartup(JobSpec(config), 0, groups)._choose_sums()
+    assert (groups.target.peer_rows is not None) == (works and works_elsewhere)
