@@ -7,6 +7,7 @@ times (speculation/ahead/policy.py).
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,25 +15,31 @@ from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.speculation.ahead.ahead_costs import AheadCosts, AheadRound, costs_of
 from trtrun.speculation.ahead.policy import FIRST_GUESSES_PER_ROW, enough_guesses
+from trtrun.speculation.round_costs import RoundCosts
 from trtrun.start.warm_up_rounds import NUM_TIMED, WarmUpRounds, measured_lens, measured_rows, row_length
 
 _MOST_SECONDS = 1.0
 """That they take: no kind of round is begun that would not be done by then."""
+
+_LEAST = 2
+"""Rounds of a kind: the first does not count."""
 
 
 def measure_ahead_costs(
     ranks: EngineRanks,
     limits: SchedulerLimits,
     steps: Sequence[int],
+    assumed: RoundCosts,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, AheadCosts]:
     """Run rounds of one row, of the most, and of numbers between, whose drafts are made behind the verdict and ahead of
-    it, as far as there is time.
+    it, as far as there is time. Few of the first kind are run until both ways of it are known, as rounds may be slow.
 
     Args:
         ranks: all up, with no plan out and no row admitted.
         limits: of the batch, the context, and of what is drafted.
         steps: numbers of guesses that rounds may have.
+        assumed: tells how long rounds of a number of rows may take from how long those of another took.
         clock: seconds.
 
     Returns:
@@ -46,14 +53,16 @@ def measure_ahead_costs(
         return {}
     rounds = WarmUpRounds(ranks, limits, row_length(limits, 1 + NUM_TIMED), clock)
     measured: dict[int, list[AheadRound]] = {}
-    ends, longest = clock() + _MOST_SECONDS, 0.0
+    ends, scale = clock() + _MOST_SECONDS, 0.0
     with ranks.stepping():
-        for rows, num_guesses in kinds:
-            if clock() + (1 + NUM_TIMED) * longest > ends:
+        for rows, num_guesses in (*kinds[:2], kinds[0], *kinds[2:]):
+            usual = assumed.estimate(rows, limits.draft_len)
+            count = min(1 + NUM_TIMED, int((ends - clock()) / (scale * usual))) if scale else _LEAST
+            if count < _LEAST:
                 continue
-            took = rounds.measure_ahead(rows, num_guesses)
+            took = rounds.measure_ahead(rows, num_guesses, count)
             measured.setdefault(rows, []).extend(took)
-            longest = max([longest, *(one.seconds for one in took)])
+            scale = max(scale, statistics.median_low(one.seconds for one in took) / usual)
         rounds.drop_rows()
     found = {rows: costs_of(of_rows) for rows, of_rows in sorted(measured.items())}
     return {rows: costs for rows, costs in found.items() if costs is not None}
@@ -72,4 +81,5 @@ def _ahead_kinds(limits: SchedulerLimits, steps: Sequence[int]) -> list[tuple[in
 
 def count_ahead_rounds(limits: SchedulerLimits, steps: Sequence[int]) -> int:
     """Rounds that `measure_ahead_costs` runs, but for the one that drops rows: at most, as `count_measured_rounds`."""
-    return len(_ahead_kinds(limits, steps)) * (1 + NUM_TIMED)
+    kinds = len(_ahead_kinds(limits, steps))
+    return _LEAST + kinds * (1 + NUM_TIMED) if kinds else 0

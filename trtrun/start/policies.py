@@ -306,7 +306,7 @@ def _ahead_policy(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineR
         section.draft_len,
         always_redrafts=section.use_logits,
         always_guesses=section.drafting_ahead == "on",
-        costs=measure_ahead_costs(ranks, limits, _compared_steps(config)),
+        costs=measure_ahead_costs(ranks, limits, _compared_steps(config), assumed_costs(config, limits)),
     )
 
 

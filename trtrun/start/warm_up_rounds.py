@@ -224,10 +224,10 @@ class WarmUpRounds:
         """The median seconds of `num_timed` rounds of `rows` rows that draft `draft_len` tokens each."""
         return statistics.median_low(took for _, _, took in self._run(rows, draft_len, 1 + num_timed)[1:])
 
-    def measure_ahead(self, rows: int, num_guesses: int) -> list[AheadRound]:
-        """Rounds of `rows` rows with whole drafts, in which so many verdicts are guessed, and whoever missed is drafted
-        for again."""
-        ran = self._run(rows, self._limits.draft_len, 1 + NUM_TIMED, num_guesses)
+    def measure_ahead(self, rows: int, num_guesses: int, count: int) -> list[AheadRound]:
+        """All but the first of `count` rounds of `rows` rows with whole drafts, in which so many verdicts are guessed,
+        and whoever missed is drafted for again."""
+        ran = self._run(rows, self._limits.draft_len, count, num_guesses)
         return [ahead_round(before, plan, report, took) for (before, _, _), (plan, report, took) in pairwise(ran)]
 
     def _run(

@@ -15,22 +15,25 @@ from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.speculation.ahead.ahead_costs import AheadCosts, AheadLoad, AheadRound, costs_between, costs_of
+from trtrun.speculation.round_costs import assume_costs
 from trtrun.start import policies
 from trtrun.start.ahead_rounds import count_ahead_rounds, measure_ahead_costs
 from trtrun.wire.reports import RoundReport, RoundTimes
 
 LIMITS = SchedulerLimits(16, 512, 2048, 2048, 5, 64, 16, plans_ahead=1)
 STEPS = (8, 32, 128)
+ASSUMED = assume_costs((1, 4, 16), 5, LIMITS.num_verified, 12, 0.15)
 
 
 class TimedRanks:
-    """Ranks whose `clock` moves by what a round takes when its verdict comes. Of guesses a share hits."""
+    """Ranks whose `clock` moves by what a round takes when its verdict comes, which `growth` of each row beside the
+    first adds to. Of guesses a share hits."""
 
     stepping = nullcontext
 
-    def __init__(self, verifying: float, drafting: float, guess: float, hits: bool) -> None:
+    def __init__(self, verifying: float, drafting: float, guess: float, hits: bool, growth: float = 0.0) -> None:
         self.plans: list[RoundPlan] = []
-        self._times, self._hits = (verifying, drafting, guess), hits
+        self._times, self._hits, self._growth = (verifying, drafting, guess), hits, growth
         self._due: deque[RoundPlan] = deque()
         self._now = self._drafted = self._verdict = 0.0
         self._guessed = 0
@@ -43,8 +46,9 @@ class TimedRanks:
         self._due.append(plan)
 
     def collect(self) -> RoundReport:
-        plan, (verifying, drafting, guess) = self._due.popleft(), self._times
+        plan = self._due.popleft()
         rows = len(plan.decode_rows)
+        verifying, drafting, guess = (took * (1 + self._growth * max(0, rows - 1)) for took in self._times)
         hits = self._hits and self._guessed > 0
         redrafts = drafting if rows and not hits else 0.0
         began = max(self._drafted, self._verdict)
@@ -57,7 +61,7 @@ class TimedRanks:
 
 
 def measure(ranks: TimedRanks, limits: SchedulerLimits = LIMITS) -> dict[int, AheadCosts]:
-    return measure_ahead_costs(cast(EngineRanks, ranks), limits, STEPS, ranks.clock)
+    return measure_ahead_costs(cast(EngineRanks, ranks), limits, STEPS, ASSUMED, ranks.clock)
 
 
 @pytest.mark.parametrize("hits", [True, False])
@@ -86,12 +90,21 @@ def test_where_rounds_take_long_both_ways_of_few_numbers_are_measured() -> None:
     assert ranks.clock() < 1.1 and len(ranks.plans) < count_ahead_rounds(LIMITS, STEPS)
     assert all(costs.beside == pytest.approx(0.07) and 8 in costs.ahead for costs in found.values()) and 1 in found
     slow = TimedRanks(3.0, 1.0, 0.01, hits=True)
-    assert measure(slow) == {} and len(slow.plans) == 5, "one kind, which told that there is no time"
+    assert measure(slow) == {} and len(slow.plans) == 3, "two rounds, which told that there is no time"
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.01, 0.05, 0.12])
+def test_rounds_of_many_rows_are_as_slow_as_is_foreseen(seconds: float) -> None:
+    """Few rounds of one row are known when those of most rows are begun."""
+    ranks = TimedRanks(seconds, seconds / 2, seconds / 100, hits=False, growth=0.5)
+    found = measure(ranks)
+    assert ranks.clock() < 1.1
+    assert 1 in found and (seconds > 0.005 or 16 in found), "what there is time for is measured"
 
 
 def test_nothing_is_measured_without_drafts_or_guesses() -> None:
     ranks = TimedRanks(0.004, 0.003, 0.0002, hits=True)
-    assert measure_ahead_costs(cast(EngineRanks, ranks), LIMITS, (), ranks.clock) == {} and not ranks.plans
+    assert measure_ahead_costs(cast(EngineRanks, ranks), LIMITS, (), ASSUMED, ranks.clock) == {} and not ranks.plans
 
 
 @pytest.mark.parametrize(("ahead", "outnumber", "measures"), [("auto", False, 1), ("auto", True, 0), ("on", False, 0)])
