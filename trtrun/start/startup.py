@@ -175,8 +175,10 @@ class RankStartup:
 
     def _choose_sums(self) -> None:
         """Leave sums to the transport where some rank has no kernels that sum themselves: others would wait for it."""
-        if not self._agree(triton_works(self._device.type)):
-            for _, _, _, communicator in self._parts.all:
+        lacks = torch.tensor([int(not triton_works(self._device.type))], device=self._device)
+        for _, _, _, communicator in self._parts.all:
+            # Places for others are there on all ranks of a group, or on none.
+            if communicator.peer_rows is not None and int(communicator.all_reduce(lacks.clone())):
                 communicator.peer_rows = None
 
     def _load_weights(self, progress: Progress) -> StoreSize:

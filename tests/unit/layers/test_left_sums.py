@@ -29,8 +29,8 @@ from trtrun.start.startup import RankStartup
 def test_they_are_left_where_nothing_stands_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str | None, left: int
 ) -> None:
-    """No bias, no norm of what is added, and no factor; and logits are those of sums that are made at once,
-    to the bit."""
+    """No bias, no norm of what is added, and no factor; and logits are those of sums that are made at once, to the
+    bit."""
     if family is None:
         path = make_checkpoint(tmp_path / "model", num_hidden_layers=2)
     else:
@@ -66,6 +66,6 @@ def test_they_are_left_only_where_all_ranks_have_kernels(
     assert groups.target is not None
     groups.target.peer_rows = PeerRows(0, 2, 8, 4096, 4, 0, 0, (0,))
     monkeypatch.setattr(startup, "triton_works", lambda device_type: works)
-    monkeypatch.setattr(RankStartup, "_agree", lambda self, is_so: is_so and works_elsewhere)
+    monkeypatch.setattr(groups.target, "all_reduce", lambda lacking: lacking + int(not works_elsewhere))
     RankStartup(JobSpec(config), 0, groups)._choose_sums()
     assert (groups.target.peer_rows is not None) == (works and works_elsewhere)
