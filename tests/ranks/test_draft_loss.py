@@ -246,11 +246,12 @@ def test_a_draft_rank_that_is_killed_in_the_start_ends_the_job(start_job: StartJ
     job = start_job(kind="starts")
     job.signal(1, signal.SIGKILL)
     status, errors = job.finish()
-    where = f"process {job.ranks[1]} on {os.uname().nodename}"
-    assert (status, errors) == (
-        137,
-        f"trtrun: draft rank 1 (cpu:0) was killed by signal 9 (SIGKILL), {where}\n",
-    )
+    host = os.uname().nodename
+    # Open MPI 5.0 may crash where a rank is lost while others make a communicator (ompi_comm_revoke_local): what it
+    # says of that begins with the host and the process.
+    said = [line for line in errors.splitlines() if not line.startswith(f"[{host}:")]
+    where = f"process {job.ranks[1]} on {host}"
+    assert (status, said) == (137, [f"trtrun: draft rank 1 (cpu:0) was killed by signal 9 (SIGKILL), {where}"])
 
 
 def test_under_a_users_own_mpirun_the_job_goes_on_as_well(start_job: StartJob) -> None:

@@ -112,8 +112,7 @@ def test_a_conversation_on_a_terminal_and_an_answer_that_is_stopped(server: Serv
         terminal.type("hello\n")
         terminal.wait_for("no system here")  # what the template says of it; the conversation goes on
         terminal.wait_for("> ")
-        terminal.type("\x03")  # at the prompt it is no end
-        terminal.wait_for("> ")
+        terminal.interrupt_at_the_prompt()  # which is no end
         terminal.type("\x04")
         assert terminal.process.wait(PATIENCE) == 0
     history = (tmp_path / "trtrun" / "chat_history").read_text(encoding="utf-8")
