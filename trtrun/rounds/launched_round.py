@@ -26,8 +26,8 @@ from trtrun.wire.reports import ReportArrays, RoundTimes
 class VerdictCopy:
     """A verdict that is copied to the host. Counts, lengths, tokens and the bits of their logits travel in one tensor.
 
-    From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here. The
-    memory must be kept until `wait`, or whatever the device has to do then may write over something else's.
+    A GPU writes it to pinned memory behind what it has to do first, and nothing waits for that here. The memory must be
+    kept until `wait`: torch does not know that a kernel still writes there, and would hand it to somebody else.
     """
 
     def __init__(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None = None) -> None:

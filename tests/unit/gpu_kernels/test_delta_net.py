@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import last_line
 from delta_nets import (
     BLOCK,
     Fed,
@@ -241,13 +239,8 @@ print(json.dumps(found))
 
 def test_lengths_of_keys_are_summed_in_one_order_in_rounds_and_prompts(tmp_path: Path) -> None:
     """As it is compiled for Hopper: by the same threads, which hold a token's numbers within a warp."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
-        text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    some, many, few = json.loads(done.stdout.splitlines()[-1])
+    line = last_line(COMPILE, tmp_path, seconds=120)
+    some, many, few = json.loads(line)
     assert some == many and len(some) == 1
     assert "warpsPerCTA = [4, 1]" in some[0]
     assert few == [some[0].replace("warpsPerCTA = [4, 1]", "warpsPerCTA = [1, 1]")]

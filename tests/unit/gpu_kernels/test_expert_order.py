@@ -4,13 +4,11 @@ tile. Triton deals operands out to some instructions by the width that they were
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import last_line
 
 pytest.importorskip("triton")
 
@@ -60,10 +58,5 @@ def is_in_order(code: dict[str, Any]) -> bool:
 
 
 def test_inputs_are_added_in_their_order(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [is_in_order(code) for code in json.loads(done.stdout.splitlines()[-1])] == [True] * 7
+    line = last_line(COMPILE, tmp_path)
+    assert [is_in_order(code) for code in json.loads(line)] == [True] * 7

@@ -4,14 +4,12 @@ is one, else in Triton's interpreter, which has no bfloat16."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiling import last_line
 from family_checkpoints import write_family
 from native import leave_to_torch
 from paged import PagedModel
@@ -264,13 +262,8 @@ def test_it_compiles_for_hopper_with_the_same_order_of_sums(tmp_path: Path) -> N
     up each number is one that rounds once. Weights are asked for before the kernel waits, and a choice is found by
     instructions of a warp, but for the sum of softmax and its largest number. The product behind gates asks for
     weights before it waits, once gates have waited."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    line = last_line(COMPILE, tmp_path)
+    found = json.loads(line)
     for (plain, summing), size in zip(found["norms"], (2048, 4096, 8192, 2048, 8192), strict=True):
         assert plain["layouts"] and plain["layouts"] == summing["layouts"]
         of_thread = size // (32 * (4 if size <= 4096 else 8))

@@ -4,15 +4,13 @@ is one, else in Triton's interpreter, which has no bfloat16; and sums whose orde
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from compiling import last_line
 from family_checkpoints import write_family
 from norms import difference
 from paged import PagedModel
@@ -261,13 +259,8 @@ print(json.dumps(made))
 def test_squares_are_added_in_one_order(tmp_path: Path) -> None:
     """As compiled for compute capability 9.0: only pairs are summed, which have one order in any layout. Layouts change
     three times at most (with Triton 3.6), and weights are asked for before the kernel before is waited for."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for kernels, sums in zip(json.loads(done.stdout.splitlines()[-1]), (6, 7, 7, 8), strict=True):
+    line = last_line(COMPILE, tmp_path)
+    for kernels, sums in zip(json.loads(line), (6, 7, 7, 8), strict=True):
         (alone, _, _), *rotating = kernels
         assert len(alone) == sums
         assert [len(reduced) for reduced, _, _ in rotating] == [3 * sums] * 3  # queries, keys, values

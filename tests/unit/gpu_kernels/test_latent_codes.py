@@ -4,14 +4,12 @@ Against torch's operations over what the codes stand for."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from compiling import last_line
 from family_checkpoints import write_family
 from norms import difference
 from paged import PagedModel
@@ -247,14 +245,9 @@ processes.close()
 
 def test_kernels_for_codes_compile(tmp_path: Path) -> None:
     """For compute capability 9.0, which needs no GPU, and fit into the shared memory of an H100."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    names, compiled = json.loads(done.stdout.splitlines()[-1])
-    assert (names, compiled) == (["write_kernel", "attend_latents_kernel"] * 2, 4), done.stderr
+    line = last_line(COMPILE, tmp_path)
+    names, compiled = json.loads(line)
+    assert (names, compiled) == (["write_kernel", "attend_latents_kernel"] * 2, 4)
     told = [json.loads(file.read_text("utf-8")) for file in tmp_path.rglob("attend_latents_kernel.json")]
     shared = [kernel["shared"] for kernel in told if "shared" in kernel]
     assert len(shared) == 2 and max(shared) <= 232448

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from compiling import last_line
 from gpus import needs_gpu
 
 from parallel.communicator import PeerRows
@@ -243,25 +241,15 @@ print([request.name for request in asked])
 
 def test_a_start_that_asks_what_is_launched_runs_none(tmp_path: Path) -> None:
     """Also one that the process has compiled: other ranks may skip it, and would be waited for. There is no GPU."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SKIP], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "['_sum_and_normalise_kernel']", "once for all rows"
+    line = last_line(SKIP, tmp_path)
+    assert line == "['_sum_and_normalise_kernel']", "once for all rows"
 
 
 def test_compiled_kernels_add_squares_in_one_order(tmp_path: Path) -> None:
     """Which follows from the layout; for compute capability 9.0, which needs no GPU. Words are written and read whole,
     for the whole system, and tiny numbers are kept."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for plain, summed in json.loads(done.stdout.splitlines()[-1]):
+    line = last_line(COMPILE, tmp_path)
+    for plain, summed in json.loads(line):
         assert len(plain["sums"]) == 1 and plain["sums"] == summed["sums"]
         of_squares = [code["ptx"].count("fma.rn.f32") for code in (plain, summed)]
         assert of_squares[0] == of_squares[1] > 0

@@ -15,7 +15,7 @@ from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import ExpertCodes, Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import HeadProducts, Product, TorchOperations
-from trtrun.kernels.triton import angles, expert_choice, expert_sums, rank_sums, row_functions, row_tokens, support
+from trtrun.kernels.triton import expert_choice, expert_sums, rank_sums, row_functions, row_tokens, support
 from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton.attention import paged_store
@@ -42,7 +42,7 @@ class TritonOperations(TorchOperations):
 
     lay_out_trees = staticmethod(row_tokens.lay_out)
     accept_paths = staticmethod(row_tokens.accept_paths)
-    select_angles = staticmethod(angles.select_angles)
+    select_angles = staticmethod(row_functions.select_angles)
 
     @override
     def name(self, dtype: torch.dtype) -> str:
