@@ -47,40 +47,81 @@ def test_they_are_found() -> None:
     assert set(STREAMED) <= set(ALL)
 
 
+LOOKING = {
+    "experts.py:_product_kernel": "experts.py:_gate_up_kernel",
+    "coded_experts/four_bits_stream.py:_product_kernel": "coded_experts/four_bits_stream.py:_product_kernel",
+    "attention/attend_kernel.py:attend_kernel": "attention/paged_store.py:_rotate_and_write_kernel",
+    "attention/latent_kernels.py:attend_latents_kernel": "attention/latent_kernels.py:write_kernel",
+}
+"""Kernels that read, before they wait, what was written before the kernel in front, and that one."""
+
+FRONTS = {*LOOKING.values(), "delta_net/inputs.py:convolve_kernel"}
+"""Kernels behind which that is read; the recurrence of delta nets is CUDA C++."""
+
 LOADS = {
     "fused.py:_add_and_normalise_kernel": {"tl.load(weight + element, mask=inside, other=0.0)"},
     "rank_sums.py:_sum_and_normalise_kernel": {"tl.load(weight + element, mask=inside, other=0.0)"},
     "experts.py:_product_kernel": {"tl.load(experts + tile, cache_modifier='.cg')"},
+    "coded_experts/four_bits_stream.py:_product_kernel": {"gl.load(experts + gl.program_id(0), cache_modifier='.cg')"},
 }
-"""What kernels read before they wait: weights; and, past their own cache, what was written before the kernel in front,
-which has waited for it, if only to ask for weights."""
+"""What kernels read before they wait: weights; and, past their own cache, what LOOKING allows."""
 
-PLAIN = {"tl.program_id", "tile_and_part", "tl.arange", "tl.where", "tl.zeros", "tl.minimum", "tl.maximum", "fetch"}
+PLAIN = {
+    "program_id", "num_programs", "tile_and_part", "arange", "where", "zeros", "minimum", "maximum", "fetch", "to",
+    "launch_next", "deal_shares", "read_positions", "_ask_for", "BlockedLayout",
+}  # fmt: skip
+"""Functions, by their last names, that neither read what is written meanwhile nor write."""
+
+WAITS = {"begin", "wait_for_all", "_wait_for_all"}
+LAUNCHES = {"begin", "launch_next", "_launch_next", "launch_next_at", "_gate_up", "_multiply"}
+"""By which the next kernel is let begin; the last two have loops in which that is done."""
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_waits_before_it_reads_writes_or_ends(name: str) -> None:
     """Also where it has nothing to do: whoever waits for it counts on it having waited for those before."""
     body = KERNELS[name].body
-    waits = [it for it, one in enumerate(body) if calls(one) & {"begin", "wait_for_all", "_wait_for_all"}]
-    assert len(waits) == 1
+    waits = [it for it, one in enumerate(body) if calls(one) & WAITS]
     said = [ast.unparse(statement) for statement in body]
-    before, wait = body[: waits[0]], said[waits[0]]
-    if name == "experts.py:_gate_up_kernel":
-        assert (wait, said[waits[0] + 1]) == ("wait_for_all(EARLY)", "launch_next(EARLY)")
-    elif name in LOADS and wait != "begin(EARLY)":
-        assert (said[0], wait) == ("launch_next(EARLY)", "wait_for_all(EARLY)")
-        before = before[1:]
-    elif wait != "begin(EARLY)":  # in Gluon, both by themselves
-        assert [said[waits[0] - 1], wait] == ["_launch_next(EARLY)", "_wait_for_all(EARLY)"]
-        before = before[:-1]
-    for statement in before:
+    if name == "attention/attend_kernel.py:attend_kernel":  # one or the other
+        assert [said[it].splitlines()[0] for it in waits] == ["if not LOOKS:", "if LOOKS:"]
+        del waits[0]
+    assert len(waits) == 1
+    assert said[waits[0]].splitlines()[-1].strip(" _") in ("begin(EARLY)", "wait_for_all(EARLY)")
+    assert any(calls(statement) & LAUNCHES for statement in body), "else nothing begins early behind it"
+    for statement in body[: waits[0]]:
         assert not any(isinstance(item, ast.Return) for item in ast.walk(statement))
         found = [item for item in ast.walk(statement) if isinstance(item, ast.Call)]
-        read = {ast.unparse(item) for item in found if ast.unparse(item.func) == "tl.load"}
+        read = {ast.unparse(item) for item in found if ast.unparse(item.func) in ("tl.load", "gl.load")}
         assert read <= LOADS.get(name, set())
-        allowed = PLAIN | {call for call in calls(statement) if call.endswith(".to")} | ({"tl.load"} if read else set())
-        assert calls(statement) <= allowed, ast.unparse(statement)
+        names = {call.rpartition(".")[2] for call in calls(statement)} - ({"load"} if read else set()) - WAITS
+        assert names <= PLAIN, ast.unparse(statement)
+        assert "read_positions" not in names or name in LOOKING
+
+
+def test_positions_are_read_past_the_own_cache() -> None:
+    module = ast.parse((FOLDER / "attention/attend_kernel.py").read_text(encoding="utf-8"))
+    (read,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "read_positions")
+    loads = [ast.unparse(it) for it in ast.walk(read) if isinstance(it, ast.Call) and ast.unparse(it.func) == "tl.load"]
+    assert loads == ["tl.load(places, mask=real, other=0, cache_modifier='.cg')"]
+
+
+@pytest.mark.parametrize("name", sorted(FRONTS))
+def test_a_kernel_behind_which_is_looked_waits_before_it_lets_the_next_one_begin(name: str) -> None:
+    waited = False
+    for statement in KERNELS[name].body:
+        waited = waited or bool(calls(statement) & WAITS)
+        assert waited or not calls(statement) & LAUNCHES
+        assert "begin" not in calls(statement)
+
+
+def test_the_recurrence_waits_before_it_writes() -> None:
+    """And reads what tokens brought; before that states, and where they are, past its own cache."""
+    source = (FOLDER.parent / "cuda/delta_net.cu").read_text(encoding="utf-8")
+    kernel = source.partition("carry_on(")[2]
+    before, wait, after = kernel.partition("    wait_for_all();\n")
+    assert wait and "wait_for_all" not in after and after.startswith("    fetch(0, 0);")
+    assert before.count("__ldcg(") == 2 and "matrices[" not in before and "numbers[" not in kernel
 
 
 @pytest.mark.parametrize("name", STREAMED[:2])
@@ -113,12 +154,12 @@ def test_groups_of_warps_ask_for_nothing_but_weights_before_they_wait(name: str)
 
 @pytest.mark.parametrize(("features", "inputs", "dtype"), [(16, 2048, torch.bfloat16), (64, 40, torch.float8_e4m3fn)])
 def test_what_is_asked_for_beforehand_is_little(features: int, inputs: int, dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.early_launch import early, lines_of
+    from trtrun.kernels.triton.early_launch import FETCHED_BYTES, early, lines_of
 
     weight = torch.empty((128, inputs), dtype=dtype)
     lines = lines_of(weight, features)
     assert lines >= 1 and lines & (lines - 1) == 0
-    assert lines == 1 or lines * 128 <= min(inputs * weight.itemsize, (1 << 14) // features)
+    assert lines == 1 or lines * 128 <= min(inputs * weight.itemsize, FETCHED_BYTES // features)
     assert early(weight) == {"EARLY": False}, "the CPU has no such launch"
 
 

@@ -59,6 +59,18 @@ def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int
     assert experts(x[:0], Choice(choice.experts[:0], choice.shares[:0])).shape == (0, shape[1])
 
 
+def test_half_a_tile_of_a_prompt() -> None:
+    """Two experts have 150 pairs each: the last tile of each has 22 of 128."""
+    from trtrun.kernels.triton.experts import TritonExperts, tile_rows
+
+    assert tile_rows(300, 3) == 128
+    gate_up, down, x, choice = made((3, 40, 24, 2), 150)
+    assert choice.experts.unique().tolist() == [0, 1]
+    wide = TorchOperations().experts(ExpertWeights(gate_up.double(), down.double()), "silu", 0.0)
+    found = TritonExperts((gate_up, down), (None, None), "silu", 0.0)(x, choice)
+    assert difference(found, wide(x.double(), choice)) < BOUND
+
+
 def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
     """All experts' codes of weight [experts, out, in]."""
 

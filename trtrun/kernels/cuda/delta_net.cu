@@ -80,10 +80,14 @@ __device__ __forceinline__ Stored narrow_state(float4 state) {
 }
 #endif
 
-// Let the next kernel begin, and wait until all before this one is written, where kernels begin early.
-__device__ __forceinline__ void begin() {
+// Where kernels begin early: let the next one begin; and wait until all before this one is written.
+__device__ __forceinline__ void launch_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_all() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
@@ -123,19 +127,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ __align__(16) float4 keys[2][TOKENS][VECTORS], asked[2][TOKENS][VECTORS];
     __shared__ __align__(16) Number values[2][TOKENS][WIDTH];
     __shared__ __align__(16) float2 rates[2][TOKENS];
-    begin();
+    launch_next();
+    // The kernel before waited before it let this one begin: so states, and where they are, are there already. They are
+    // read past this multiprocessor's own cache.
     const int thread = threadIdx.x, part = thread % SPLIT, group = thread / SPLIT;
     const int blocks = VALUE_DIM / WIDTH, head = blockIdx.x / blocks % VALUES;
     const int first_column = blockIdx.x % blocks * WIDTH;
     const long long row = blockIdx.x / blocks / VALUES;
-    const long long slot = numbers[row], kept = numbers[rows + row], first = numbers[2 * rows + row];
-    const long long end = numbers[3 * rows + row], saved_at = numbers[5 * rows + row], place = numbers[7 * rows + row];
-    const bool leads = numbers[8 * rows + row] == row;
-    const int count = leads ? (int)(end - kept) : 0, fed = (int)(first - kept), settled = (int)(numbers[4 * rows + row] - kept);
+    auto line = [&](int which) { return __ldcg(numbers + which * rows + row); };
+    const long long slot = line(0), kept = line(1), first = line(2), end = line(3), saved_at = line(5), place = line(7);
+    const bool leads = line(8) == row;
+    const int count = leads ? (int)(end - kept) : 0, fed = (int)(first - kept), settled = (int)(line(4) - kept);
     const int saved = leads && saved_at >= kept && saved_at <= end ? (int)(saved_at - kept) : -1;
     const long long matrix = ((slot * VALUES + head) * VALUE_DIM + first_column + group) * VECTORS + part;
     const long long snapshot =
-        ((numbers[6 * rows + row] * VALUES + head) * VALUE_DIM + first_column + group) * VECTORS + part;
+        ((line(6) * VALUES + head) * VALUE_DIM + first_column + group) * VECTORS + part;
     const long long of_row = row * tokens;
     const float4 *key = query_key + (of_row * 2 * KEYS + KEYS + key_of_value[head]) * VECTORS;
     const Number *brought = value + (of_row * VALUES + head) * VALUE_DIM + first_column;
@@ -161,12 +167,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     };
 
     float4 state[COLUMNS][HELD], query[HELD];
-    fetch(0, 0);
 #pragma unroll
     for (int column = 0; column < COLUMNS; column++)
 #pragma unroll
         for (int held = 0; held < HELD; held++)
-            state[column][held] = widen_state(matrices[matrix + column * GROUPS * VECTORS + held * SPLIT]);
+            state[column][held] = widen_state(__ldcg(matrices + matrix + column * GROUPS * VECTORS + held * SPLIT));
+    wait_for_all();
+    fetch(0, 0);
     auto keep = [&](Stored *where) {
 #pragma unroll
         for (int column = 0; column < COLUMNS; column++)
@@ -239,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         answer(count - 1, told);
     }
     // Padding stands in front of a row's tokens and behind them.
-    const long long begins = start + row * queries, own_first = numbers[9 * rows + row];
-    const long long own_end = numbers[10 * rows + row];
+    const long long begins = start + row * queries, own_first = line(9);
+    const long long own_end = line(10);
     Number *padding = read + (begins * VALUES + head) * VALUE_DIM + first_column;
     for (long long at = 0; at < queries; at++) {
         if (at == place + own_first - begins) at = place + own_end - begins;

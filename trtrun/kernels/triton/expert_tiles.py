@@ -129,9 +129,9 @@ def _apart(num_pairs: int, rows: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out(experts: torch.Tensor, num_experts: int, rows: int, few: int | None = None) -> ExpertTiles:
-    """Sort pairs into tiles of so many rows, a power of two: experts [tokens, chosen] int64, contiguous; pairs of -1
-    are in no tile. Up to `few` pairs have a tile each, FEW_PAIRS where it is not said."""
-    flat, device = experts.flatten(), experts.device
+    """Sort pairs into tiles of so many rows, a power of two: experts [tokens, chosen] int64; pairs of -1 are in no
+    tile. Up to `few` pairs have a tile each, FEW_PAIRS where it is not said."""
+    flat, device = experts.contiguous().flatten(), experts.device
     num_pairs = len(flat)
     if num_pairs <= (FEW_PAIRS if few is None else few):
         return ExpertTiles(_apart(num_pairs, rows, device), flat)

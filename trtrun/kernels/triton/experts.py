@@ -20,7 +20,15 @@ from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation, Activations, Delta, ExpertSums, Rounding
 from trtrun.kernels.torch.experts import Choice, Experts
-from trtrun.kernels.triton.early_launch import begin, early, fetch, launch_next, lines_of, wait_for_all
+from trtrun.kernels.triton.early_launch import (
+    early,
+    fetch,
+    last_asked,
+    launch_next,
+    launch_next_at,
+    lines_of,
+    wait_for_all,
+)
 from trtrun.kernels.triton.expert_sums import add_up
 from trtrun.kernels.triton.expert_tiles import FEW_PAIRS, FEW_ROWS, ExpertTiles, grid_of, lay_out, tile_and_part
 from trtrun.kernels.triton.fused import GATES, gated
@@ -48,6 +56,10 @@ TILES = {
 """By the rows of a tile, of gates and of the product behind them: for few rows an expert, which memory bounds, for
 more, and for prompts. Bits are the same with any."""
 
+_HALVED = 128
+"""Rows of a tile from which on half of one is computed where there are no more pairs: each expert's last one is, as
+often as not. A prompt of 4,096 tokens takes 0.95 times as long so."""
+
 
 @triton.jit
 def _weights_of(
@@ -66,49 +78,109 @@ def _weights_of(
 
 
 @triton.jit
+def _is_half(pairs, tile, ROWS: tl.constexpr):
+    """Whether the second half of a tile's rows has no pairs."""
+    return tl.load(pairs + tile * ROWS + ROWS // 2) == _NO_ROW
+
+
+@triton.jit
+def _gate_up(
+    x, weight, bias, output, pairs, expert, part, features, inputs,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Activated gates times factors of the pairs at ROWS places, for a part of the features of their expert."""
+    pair = tl.load(pairs + tl.arange(0, ROWS)).to(tl.int64)
+    tl.debug_barrier()  # so that the expert is asked for at once, too
+    if expert >= 0:
+        kind = output.dtype.element_ty
+        is_pair = pair != _NO_ROW
+        feature = part * FEATURES + tl.arange(0, FEATURES)
+        is_feature = feature < features
+        # The last tile computes some features again instead of reading behind the expert.
+        gates = expert * 2 * features + tl.where(is_feature, feature, 0).to(tl.int64)
+        token = x + (pair // CHOSEN) * inputs
+        gate, factor = tl.zeros((ROWS, FEATURES), tl.float32), tl.zeros((ROWS, FEATURES), tl.float32)
+        chosen = last_asked(inputs, INPUTS, STAGES)
+        for first in range(0, inputs, INPUTS):
+            if ROWS <= FEW_ROWS:
+                launch_next_at(first, chosen, EARLY)
+            number = first + tl.arange(0, INPUTS)
+            known = number < inputs
+            values = tl.load(token[:, None] + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
+            gate = tl.dot(values, _weights_of(weight, gates, first, inputs, ROWS, INPUTS, IS_EVEN), gate)
+            of_factor = _weights_of(weight, gates + features, first, inputs, ROWS, INPUTS, IS_EVEN)
+            factor = tl.dot(values, of_factor, factor)
+        if HAS_BIAS:
+            of_gates = bias + expert * 2 * features + feature
+            gate += tl.load(of_gates, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+            factor += tl.load(of_gates + features, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+        made = gated(gate.to(kind).to(tl.float32), factor.to(kind).to(tl.float32), kind, GATE, LIMIT)
+        place = output + pair[:, None] * features + feature[None, :]
+        tl.store(place, made, mask=is_pair[:, None] & is_feature[None, :])
+
+
+@triton.jit
 def _gate_up_kernel(
     x, weight, bias, output, pairs, experts, features, inputs,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
+    """Activated gates times factors of the pairs of a tile: output [pairs, features]. With HALVES tiles of which only
+    the first half are pairs are computed as such."""
     wait_for_all(EARLY)  # first: the next kernel looks at what is in `experts`
-    launch_next(EARLY)
+    if ROWS > FEW_ROWS:
+        launch_next(EARLY)
     tile, part = tile_and_part(ROWS)
-    expert = tl.load(experts + tile).to(tl.int64)
-    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    tl.debug_barrier()  # so that both are asked for at once
-    if expert < 0:
-        return
-    kind = output.dtype.element_ty
-    is_pair = pair != _NO_ROW
-    feature = part * FEATURES + tl.arange(0, FEATURES)
-    is_feature = feature < features
-    # The last tile computes some features again instead of reading behind the expert.
-    gates = expert * 2 * features + tl.where(is_feature, feature, 0).to(tl.int64)
-    token = x + (pair // CHOSEN) * inputs
-    gate, factor = tl.zeros((ROWS, FEATURES), tl.float32), tl.zeros((ROWS, FEATURES), tl.float32)
-    for first in range(0, inputs, INPUTS):
-        number = first + tl.arange(0, INPUTS)
-        known = number < inputs
-        values = tl.load(token[:, None] + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
-        gate = tl.dot(values, _weights_of(weight, gates, first, inputs, ROWS, INPUTS, IS_EVEN), gate)
-        of_factor = _weights_of(weight, gates + features, first, inputs, ROWS, INPUTS, IS_EVEN)
-        factor = tl.dot(values, of_factor, factor)
-    if HAS_BIAS:
-        of_gates = bias + expert * 2 * features + feature
-        gate += tl.load(of_gates, mask=is_feature, other=0.0).to(tl.float32)[None, :]
-        factor += tl.load(of_gates + features, mask=is_feature, other=0.0).to(tl.float32)[None, :]
-    made = gated(gate.to(kind).to(tl.float32), factor.to(kind).to(tl.float32), kind, GATE, LIMIT)
-    place = output + pair[:, None] * features + feature[None, :]
-    tl.store(place, made, mask=is_pair[:, None] & is_feature[None, :])
+    expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
+    if HALVES and _is_half(pairs, tile, ROWS):
+        _gate_up(
+            x, weight, bias, output, own, expert, part, features, inputs,
+            CHOSEN, ROWS // 2, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, GATE, LIMIT, STAGES, EARLY,
+        )  # fmt: skip
+    else:
+        _gate_up(
+            x, weight, bias, output, own, expert, part, features, inputs,
+            CHOSEN, ROWS, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, GATE, LIMIT, STAGES, EARLY,
+        )  # fmt: skip
+
+
+@triton.jit
+def _multiply(
+    x, weight, bias, output, pairs, expert, part, features, inputs,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The product of the pairs at ROWS places with a part of the features of their expert."""
+    pair = tl.load(pairs + tl.arange(0, ROWS)).to(tl.int64)
+    tl.debug_barrier()  # so that the expert is asked for at once, too
+    if expert >= 0:
+        is_pair = pair != _NO_ROW
+        feature = part * FEATURES + tl.arange(0, FEATURES)
+        is_feature = feature < features
+        row = expert * features + tl.where(is_feature, feature, 0).to(tl.int64)
+        token = x + (pair // CHOSEN)[:, None] * inputs
+        total = tl.zeros((ROWS, FEATURES), tl.float32)
+        chosen = last_asked(inputs, INPUTS, STAGES)
+        for first in range(0, inputs, INPUTS):
+            if ROWS <= FEW_ROWS:
+                launch_next_at(first, chosen, EARLY)
+            number = first + tl.arange(0, INPUTS)
+            known = number < inputs
+            values = tl.load(token + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
+            total = tl.dot(values, _weights_of(weight, row, first, inputs, ROWS, INPUTS, IS_EVEN), total)
+        if HAS_BIAS:
+            total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+        place = output + pair[:, None] * features + feature[None, :]
+        tl.store(place, total.to(output.dtype.element_ty), mask=is_pair[:, None] & is_feature[None, :])
 
 
 @triton.jit
 def _product_kernel(
     x, weight, bias, output, pairs, experts, features, inputs, num_experts,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product of the pairs of a tile with their expert: output [pairs, features]. A row of x has the inputs of
     CHOSEN pairs, one behind the other. Where LINES are asked for, the kernel before waited before it let this begin."""
@@ -118,28 +190,20 @@ def _product_kernel(
         asked = tl.minimum(tl.maximum(asked, 0), num_experts - 1) * features
         begun = tl.minimum(part * FEATURES + tl.arange(0, FEATURES), features - 1)
         fetch(weight, asked + begun, inputs, LINES, EARLY)
-    begin(EARLY)
-    expert = tl.load(experts + tile).to(tl.int64)
-    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    tl.debug_barrier()  # so that both are asked for at once
-    if expert < 0:
-        return
-    is_pair = pair != _NO_ROW
-    feature = part * FEATURES + tl.arange(0, FEATURES)
-    is_feature = feature < features
-    row = expert * features + tl.where(is_feature, feature, 0).to(tl.int64)
-    total = tl.zeros((ROWS, FEATURES), tl.float32)
-    for first in range(0, inputs, INPUTS):
-        number = first + tl.arange(0, INPUTS)
-        known = number < inputs
-        values = tl.load(
-            x + (pair // CHOSEN)[:, None] * inputs + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0
-        )
-        total = tl.dot(values, _weights_of(weight, row, first, inputs, ROWS, INPUTS, IS_EVEN), total)
-    if HAS_BIAS:
-        total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
-    place = output + pair[:, None] * features + feature[None, :]
-    tl.store(place, total.to(output.dtype.element_ty), mask=is_pair[:, None] & is_feature[None, :])
+    if ROWS > FEW_ROWS:
+        launch_next(EARLY)
+    wait_for_all(EARLY)
+    expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
+    if HALVES and _is_half(pairs, tile, ROWS):
+        _multiply(
+            x, weight, bias, output, own, expert, part, features, inputs,
+            CHOSEN, ROWS // 2, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, STAGES, EARLY,
+        )  # fmt: skip
+    else:
+        _multiply(
+            x, weight, bias, output, own, expert, part, features, inputs,
+            CHOSEN, ROWS, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, STAGES, EARLY,
+        )  # fmt: skip
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:
@@ -178,7 +242,8 @@ class PlainProduct:
             CHOSEN=each, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=inputs % tile.inputs == 0, HAS_BIAS=self._bias is not None,
             LINES=lines_of(self._weight[0], tile.features) if asks else 0,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
+            STAGES=tile.num_stages, HALVES=tiles.rows >= _HALVED, num_warps=tile.num_warps,
+            num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
         return made
 
@@ -235,6 +300,7 @@ class TritonExperts(AddingExperts):
             x, self._gate_up, x if self._bias is None else self._bias, gates, *tiles, features, hidden,
             CHOSEN=num_chosen, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=hidden % tile.inputs == 0, HAS_BIAS=self._bias is not None, GATE=self._gate, LIMIT=self._limit,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
+            STAGES=tile.num_stages, HALVES=tiles.rows >= _HALVED, num_warps=tile.num_warps,
+            num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
         return self._down(gates, tiles, num_pairs, 1).view(tokens, num_chosen, hidden)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from trtrun.kernels.triton.attention.attention_steps import lift, merge, merge_sinks, step, step_of_codes
 from trtrun.kernels.triton.attention.kv_codes import PLAIN
-from trtrun.kernels.triton.early_launch import begin
+from trtrun.kernels.triton.early_launch import launch_next, wait_for_all
 
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
@@ -25,12 +25,15 @@ def attend_kernel(
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOOKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one.
+    """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one. It
+    LOOKS where rows stand before it waits only behind `rotate_and_write`, which waits first.
     Where the store has codes, elements are dealt with in two halves, of which `odd` is the second (attention_steps.py);
     else there is no second, and [1] zeros stand for it."""
-    begin(EARLY)
+    launch_next(EARLY)
+    if not LOOKS:
+        wait_for_all(EARLY)
     # The last tile of a prompt sees most keys: it begins first.
     row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -41,6 +44,8 @@ def attend_kernel(
     start, stop = tl.maximum(first_own - window + 1, 0) // KEYS * KEYS, last + 1
     first_share, end_share = deal_shares(start, stop, tl.program_id(2) // tiles, tl.num_programs(2) // tiles, SHARE)
     begin_at, end_at = tl.maximum(start, first_share * SHARE), tl.minimum(stop, end_share * SHARE)
+    if LOOKS:
+        wait_for_all(EARLY)
     if begin_at >= end_at:
         return
     token = row * queries + index
@@ -111,7 +116,8 @@ def deal_shares(start, stop, number, programs, SHARE: tl.constexpr):
 @triton.jit
 def read_positions(places, real):
     """Positions of the queries at `places`, as far as they are real: each one's, the first and the last."""
-    own = tl.maximum(tl.load(places, mask=real, other=0), 0)  # padding sees key 0 alone
+    own = tl.load(places, mask=real, other=0, cache_modifier=".cg")  # as this may be before the kernel waits
+    own = tl.maximum(own, 0)  # padding sees key 0 alone
     last = tl.max(own)
     return own, tl.min(tl.where(real, own, last)), last
 

@@ -23,7 +23,7 @@ from trtrun.kernels.triton.attention.attend_kernel import (
 from trtrun.kernels.triton.attention.attention_steps import find_slots, find_tiles, lift, load_pairs, merge, weigh
 from trtrun.kernels.triton.attention.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, as_scales, to_codes, widened
 from trtrun.kernels.triton.attention.paged_store import find_slot
-from trtrun.kernels.triton.early_launch import begin
+from trtrun.kernels.triton.early_launch import launch_next, wait_for_all
 
 _EVERYTHING = tl.constexpr(1 << 30)
 """The window of a layer that has none."""
@@ -62,7 +62,8 @@ def write_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Queries of HEADS heads of one place, or behind all heads what is kept of it."""
-    begin(EARLY)
+    wait_for_all(EARLY)  # first: attention reads where rows stand before it waits
+    launch_next(EARLY)
     place = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, TURNED_PADDED)[None, :]
     if tl.program_id(1) * HEADS < heads:
@@ -159,8 +160,8 @@ def attend_latents_kernel(
     IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row, heads counted, over some shares of the row's context, or all, one by one; without
-    codes halves are as in `attend_kernel`."""
-    begin(EARLY)
+    codes halves are as in `attend_kernel`. It runs behind `write_kernel`, which waits first."""
+    launch_next(EARLY)
     # The last tile of a prompt sees most keys: it begins first.
     row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
     place = tl.arange(0, TILE) + tl.program_id(1) % tiles * TILE
@@ -170,6 +171,7 @@ def attend_latents_kernel(
     stop = last + 1
     first_share, end_share = deal_shares(0, stop, tl.program_id(1) // tiles, tl.num_programs(1) // tiles, SHARE)
     begin_at, end_at = first_share * SHARE, tl.minimum(stop, end_share * SHARE)
+    wait_for_all(EARLY)
     if begin_at >= end_at:
         return
     result = (row * queries + index).to(tl.int64) * heads + head

@@ -108,7 +108,7 @@ class PagedAttention:
             out = output[tokens]
             _attend_rows(
                 query[tokens], store_layer, tables, positions, scale, reach, _SHARE, out, tile, is_split, kept,
-                call.soft_cap, call.sinks,
+                call.soft_cap, call.sinks, looks=True,
             )  # fmt: skip
 
 
@@ -132,10 +132,13 @@ def _attend_rows(
     kept: KeptNumbers | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    *,
+    looks: bool = False,
 ) -> None:
     """Attend for some rows; see `prompt_attention.attend`. A program has at most `tile` queries of a KV head, heads
     counted. With `is_split` shares have programs of their own. The store has keys and values as `kept` says; None: as
-    they are. For `soft_cap` and `sinks` see AttentionCall: each cap has a kernel of its own."""
+    they are. For `soft_cap` and `sinks` see AttentionCall: each cap has a kernel of its own. It `looks` where rows
+    stand before the kernels in front of it have ended, if `rotate_and_write` is one of them."""
     kept = kept or KeptNumbers.of(PLAIN_KV, store_layer, None)
     kv_heads, block_size = store_layer.shape[2:4]
     rows, queries = positions.shape
@@ -162,7 +165,7 @@ def _attend_rows(
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32", CODES=kept.codes,
         HAS_LAYER_SCALES=kept.has_layer_scales, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks is not None, **_options(tile, kept.codes, head_padded), **early(query),
+        HAS_SINKS=sinks is not None, LOOKS=looks, **_options(tile, kept.codes, head_padded), **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.triton.attention.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, KeptNumbers, as_scales, to_codes
-from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
+from trtrun.kernels.triton.early_launch import early, fetch, launch_next, lines_of, wait_for_all
 from trtrun.kernels.triton.row_functions import factor_of_heads, weigh_heads
 from trtrun.kvcache.segments import AttentionSegment
 
@@ -113,7 +113,8 @@ def _rotate_and_write_kernel(
     if HAS_NORM:
         weight += tl.where(head < heads + kv_heads, head, 0) * HEAD  # that of values is another
         fetch(weight, tl.zeros([1], tl.int64), HEAD, NORM_LINES, EARLY)
-    begin(EARLY)
+    wait_for_all(EARLY)  # first: attention reads where rows stand before it waits
+    launch_next(EARLY)
     place = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     known = place < places
     token = place

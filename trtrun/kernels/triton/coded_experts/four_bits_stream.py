@@ -29,7 +29,7 @@ from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.torch.fp4 import FORMS
 from trtrun.kernels.torch.integers import GROUP, TILE
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.coded_experts.four_bits import Gate, group_size
+from trtrun.kernels.triton.coded_experts.four_bits import FEW_PAIRS, Gate, group_size
 from trtrun.kernels.triton.coded_experts.four_bits_words import (
     ask,
     feature_of,
@@ -61,12 +61,18 @@ next and two of the others. Bits are the same with any."""
 FEW_PROGRAMS = {2: Depth(2, 7), 3: Depth(2, 5)}
 """Of tiles of 8 rows with up to so many programs for each multiprocessor, which all find room at once."""
 
+_LINES = early_launch.FETCHED_BYTES // early_launch.LINE_BYTES
+"""That programs of few pairs ask for before they wait: those of the second product, behind gates, which wait first."""
+
 _BY_FOUR_WARPS = gl.constexpr(64)
 """Rows from which on four warps multiply numbers with an exponent together: instructions of one warp are slower."""
 
-_launch_next, _wait_for_all, _gated = (
-    gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all, gated)
+_launch_next, _wait_for_all, _ask_for, _gated = (
+    gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all, early_launch.ask_for, gated)
 )
+
+_LINE_WORDS = gl.constexpr(32)
+"""Of what memory is asked for at a time."""
 
 
 @gluon.constexpr_function
@@ -128,14 +134,19 @@ def _parts_of(values, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["features", "tiles", "groups"])
 def _product_kernel(
-    x, words, scales, factor, bias, y, pairs, experts, features, inputs, tiles, groups,
+    x, words, scales, factor, bias, y, pairs, experts, features, inputs, tiles, groups, num_experts,
     CHOSEN: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr,
     STEP: gl.constexpr, STEPS: gl.constexpr, ADDS: gl.constexpr, GATE: gl.constexpr, LIMIT: gl.constexpr,
-    EARLY: gl.constexpr,
+    LINES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """64 features of an expert's weight, which has so many `tiles` of them; `groups` have 128 inputs. Whole numbers
-    have no SHIFT. With a GATE they are gates of 32 features of y and their factors, and y is what comes of these."""
-    _launch_next(EARLY)
+    have no SHIFT. With a GATE they are gates of 32 features of y and their factors, and y is what comes of these.
+    LINES of words are asked for beforehand, where the kernel before waited before it let this begin."""
+    if LINES > 0 and EARLY:
+        asked = gl.load(experts + gl.program_id(0), cache_modifier=".cg").to(gl.int64)
+        asked = gl.minimum(gl.maximum(asked, 0), num_experts - 1) * tiles + gl.program_id(1)
+        line = gl.arange(0, LINES, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        _ask_for(words + asked * groups * _WORDS + gl.minimum(line * _LINE_WORDS, groups * _WORDS - 1))
     _wait_for_all(EARLY)
     expert = gl.load(experts + gl.program_id(0)).to(gl.int64)
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -175,6 +186,8 @@ def _product_kernel(
             own_words, own_scales = take_words(held, slot + group), take_scales(held, (slot + group) * PARTS, PARTS)
             values = held[2].index(slot + group)
             total = _multiply(total, own_words, own_scales, values, layout, PARTS, SHIFT, OFFSET)
+        if left <= 0:  # all has been asked for
+            _launch_next(EARLY)
         ask(held, (words, scales, x), is_pair, (left, inputs), free, STEP, PARTS, SHIFT)
         free, slot = slot, gl.where(slot == (STEPS - 1) * STEP, 0, slot + STEP)
         x, words, scales = x + STEP * _GROUP, words + STEP * _WORDS, scales + STEP * PARTS * _TILE
@@ -241,12 +254,12 @@ def streamed_product(
     depth = _depth(rows, len(tiles.experts) * programs, words.shape[2], words.device)
     _product_kernel[(len(tiles.experts), programs)](
         x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
-        features, weight.inputs, words.shape[1], words.shape[2],
+        features, weight.inputs, words.shape[1], words.shape[2], len(words),
         CHOSEN=each, ROWS=rows, STEP=depth.groups, STEPS=depth.steps,
         PARTS=GROUP // size if form is None else GROUP // size // 4,
         SHIFT=0 if form is None else form.shift, OFFSET=0 if form is None else form.offset, ADDS=bias is not None,
         GATE=-1 if gate is None else GATES[gate.activation], LIMIT=math.inf if gate is None else gate.limit,
-        num_warps=4, **early_launch.early(x),
+        LINES=_LINES if gate is None and num_pairs <= FEW_PAIRS else 0, num_warps=4, **early_launch.early(x),
     )  # fmt: skip
     return made
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.early_launch import begin
+from trtrun.kernels.triton.early_launch import begin, launch_next, wait_for_all
 
 SLOT, KEPT, FIRST, END = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 SETTLED, SAVED_AT, SNAPSHOT, PLACE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
@@ -112,7 +112,8 @@ def convolve_kernel(
 
     A token's numbers lie in one warp whatever the number of tokens, so that sums have one order.
     """
-    begin(EARLY)
+    wait_for_all(EARLY)  # first: the next kernel reads states, and where they are
+    launch_next(EARLY)
     row, unit = tl.program_id(2).to(tl.int64), tl.program_id(1)
     slot, kept = tl.load(numbers + SLOT * rows + row), tl.load(numbers + KEPT * rows + row)
     first, end = tl.load(numbers + FIRST * rows + row), tl.load(numbers + OWN_END * rows + row)
