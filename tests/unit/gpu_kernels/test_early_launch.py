@@ -49,11 +49,12 @@ def test_they_are_found() -> None:
 
 LOOKING = {
     "experts.py:_product_kernel": "experts.py:_gate_up_kernel",
+    "coded_experts/eight_bits.py:_product_kernel": "coded_experts/eight_bits.py:_product_kernel",
     "coded_experts/four_bits_stream.py:_product_kernel": "coded_experts/four_bits_stream.py:_product_kernel",
     "attention/attend_kernel.py:attend_kernel": "attention/paged_store.py:_rotate_and_write_kernel",
     "attention/latent_kernels.py:attend_latents_kernel": "attention/latent_kernels.py:write_kernel",
 }
-"""Kernels that read, before they wait, what was written before the kernel in front, and that one."""
+"""Kernels that read, before they wait, what was written before the kernel in front, and that one, or one before it."""
 
 FRONTS = {*LOOKING.values(), "delta_net/inputs.py:convolve_kernel"}
 """Kernels behind which that is read; the recurrence of delta nets is CUDA C++."""
@@ -61,14 +62,13 @@ FRONTS = {*LOOKING.values(), "delta_net/inputs.py:convolve_kernel"}
 LOADS = {
     "fused.py:_add_and_normalise_kernel": {"tl.load(weight + element, mask=inside, other=0.0)"},
     "rank_sums.py:_sum_and_normalise_kernel": {"tl.load(weight + element, mask=inside, other=0.0)"},
-    "experts.py:_product_kernel": {"tl.load(experts + tile, cache_modifier='.cg')"},
     "coded_experts/four_bits_stream.py:_product_kernel": {"gl.load(experts + gl.program_id(0), cache_modifier='.cg')"},
 }
 """What kernels read before they wait: weights; and, past their own cache, what LOOKING allows."""
 
 PLAIN = {
     "program_id", "num_programs", "tile_and_part", "arange", "where", "zeros", "minimum", "maximum", "fetch", "to",
-    "launch_next", "deal_shares", "read_positions", "_ask_for", "BlockedLayout",
+    "launch_next", "fetch_of_expert", "deal_shares", "read_positions", "_ask_for", "BlockedLayout",
 }  # fmt: skip
 """Functions, by their last names, that neither read what is written meanwhile nor write."""
 
@@ -96,14 +96,38 @@ def test_a_kernel_waits_before_it_reads_writes_or_ends(name: str) -> None:
         assert read <= LOADS.get(name, set())
         names = {call.rpartition(".")[2] for call in calls(statement)} - ({"load"} if read else set()) - WAITS
         assert names <= PLAIN, ast.unparse(statement)
-        assert "read_positions" not in names or name in LOOKING
+        assert not {"read_positions", "fetch_of_expert"} & names or name in LOOKING
 
 
-def test_positions_are_read_past_the_own_cache() -> None:
-    module = ast.parse((FOLDER / "attention/attend_kernel.py").read_text(encoding="utf-8"))
-    (read,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "read_positions")
+@pytest.mark.parametrize(
+    ("file", "function", "load"),
+    [
+        ("attention/attend_kernel.py", "read_positions", "tl.load(places, mask=real, other=0, cache_modifier='.cg')"),
+        ("expert_tiles.py", "fetch_of_expert", "tl.load(expert, cache_modifier='.cg')"),
+    ],
+)
+def test_what_is_looked_at_is_read_past_the_own_cache(file: str, function: str, load: str) -> None:
+    module = ast.parse((FOLDER / file).read_text(encoding="utf-8"))
+    (read,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function)
     loads = [ast.unparse(it) for it in ast.walk(read) if isinstance(it, ast.Call) and ast.unparse(it.func) == "tl.load"]
-    assert loads == ["tl.load(places, mask=real, other=0, cache_modifier='.cg')"]
+    assert loads == [load]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Triton's interpreter")
+def test_what_is_asked_for_beforehand_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second product's rows of the experts that were chosen, all lines of them as they are short."""
+    from trtrun.kernels.torch.experts import Choice
+    from trtrun.kernels.triton import early_launch, experts
+
+    asked: list[int] = []
+    monkeypatch.setattr(experts, "early", lambda tensor: {"EARLY": True})
+    for name in ("launch_next", "wait_for_all", "launch_next_at"):
+        monkeypatch.setattr(experts, name, lambda *_: None)
+    monkeypatch.setattr(early_launch, "ask_for", lambda places: asked.extend(places.handle.data.flatten().tolist()))
+    gate_up, down = torch.zeros(3, 512, 64, dtype=torch.float16), torch.zeros(3, 64, 256, dtype=torch.float16)
+    product = experts.TritonExperts((gate_up, down), (None, None), "silu", 0.0)
+    product.make(torch.zeros(1, 64, dtype=torch.float16), Choice(torch.tensor([[2, 0]]), torch.ones(1, 2)))
+    assert asked == [down[it, row].data_ptr() + 128 * line for it in (2, 0) for row in range(64) for line in range(4)]
 
 
 @pytest.mark.parametrize("name", sorted(FRONTS))

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.early_launch import begin, early, fetch
 
 FEW_PAIRS = 64
 """Pairs that have a tile each: an expert that several tokens chose is read by several programs, from the cache."""
@@ -113,6 +113,20 @@ def tile_and_part(ROWS: tl.constexpr):
         return tl.program_id(1), tl.program_id(0)
     else:
         return tl.program_id(0), tl.program_id(1)
+
+
+@triton.jit
+def fetch_of_expert(
+    weight, expert, num_experts, first, features, inputs,
+    FEATURES: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Ask for FEATURES rows of an expert's weight [features, inputs], from the `first` on, before `wait_for_all`. Which
+    expert it is stands at the place `expert`, past the own cache, if what was written before the kernel in front is
+    there; where it is not, other rows are asked for."""
+    asked = tl.load(expert, cache_modifier=".cg").to(tl.int64)
+    asked = tl.minimum(tl.maximum(asked, 0), num_experts - 1) * features
+    begun = tl.minimum(first + tl.arange(0, FEATURES), features - 1)
+    fetch(weight, (asked + begun) * inputs, inputs, LINES, EARLY)
 
 
 def grid_of(tiles: ExpertTiles, parts: int) -> tuple[int, int]:

@@ -22,7 +22,6 @@ from trtrun.kernels.arguments import Activation, Activations, Delta, ExpertSums,
 from trtrun.kernels.torch.experts import Choice, Experts
 from trtrun.kernels.triton.early_launch import (
     early,
-    fetch,
     last_asked,
     launch_next,
     launch_next_at,
@@ -30,7 +29,15 @@ from trtrun.kernels.triton.early_launch import (
     wait_for_all,
 )
 from trtrun.kernels.triton.expert_sums import add_up
-from trtrun.kernels.triton.expert_tiles import FEW_PAIRS, FEW_ROWS, ExpertTiles, grid_of, lay_out, tile_and_part
+from trtrun.kernels.triton.expert_tiles import (
+    FEW_PAIRS,
+    FEW_ROWS,
+    ExpertTiles,
+    fetch_of_expert,
+    grid_of,
+    lay_out,
+    tile_and_part,
+)
 from trtrun.kernels.triton.fused import GATES, gated
 
 _NO_ROW = tl.constexpr(-1)
@@ -186,10 +193,7 @@ def _product_kernel(
     CHOSEN pairs, one behind the other. Where LINES are asked for, the kernel before waited before it let this begin."""
     tile, part = tile_and_part(ROWS)
     if LINES > 0:
-        asked = tl.load(experts + tile, cache_modifier=".cg").to(tl.int64)
-        asked = tl.minimum(tl.maximum(asked, 0), num_experts - 1) * features
-        begun = tl.minimum(part * FEATURES + tl.arange(0, FEATURES), features - 1)
-        fetch(weight, asked + begun, inputs, LINES, EARLY)
+        fetch_of_expert(weight, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES, EARLY)
     if ROWS > FEW_ROWS:
         launch_next(EARLY)
     wait_for_all(EARLY)

@@ -73,10 +73,14 @@ class FourBitProduct:
         return streamed_product(x, self._weight, self._bias, tiles, num_pairs, each, gate)
 
 
-def _product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None) -> _Product:
+def _product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None, before: _Product | None = None) -> _Product:
+    """The product with a matrix, behind another one."""
+    asks_ahead = isinstance(before, PlainProduct | ByteProduct)  # which wait before they let kernels begin
     if not isinstance(weight, ExpertCodes):
-        return PlainProduct(weight, bias)
-    return FourBitProduct(weight, bias) if "words" in weight.tensors else ByteProduct(weight, bias)
+        return PlainProduct(weight, bias, asks_ahead=asks_ahead)
+    if "words" in weight.tensors:
+        return FourBitProduct(weight, bias)
+    return ByteProduct(weight, bias, asks_ahead=asks_ahead)
 
 
 def takes(weights: ExpertWeights) -> bool:
@@ -97,7 +101,7 @@ class CodedExperts(AddingExperts):
 
     def __init__(self, weights: ExpertWeights, activation: Activation, limit: float) -> None:
         self._gate_up = _product(weights.gate_up, weights.gate_up_bias)
-        self._down = _product(weights.down, weights.down_bias)
+        self._down = _product(weights.down, weights.down_bias, self._gate_up)
         down = weights.down
         self._num_experts = len(next(iter(down.tensors.values())) if isinstance(down, ExpertCodes) else down)
         self._activation, self._limit = activation, limit

@@ -13,8 +13,22 @@ import triton.language as tl
 
 from trtrun.kernels.arguments import GROUP, Activations, RoundedRows, Rounding
 from trtrun.kernels.torch.experts import ExpertCodes
-from trtrun.kernels.triton.early_launch import begin, early
-from trtrun.kernels.triton.expert_tiles import FEW_ROWS, ExpertTiles, grid_of, tile_and_part
+from trtrun.kernels.triton.early_launch import (
+    early,
+    last_asked,
+    launch_next,
+    launch_next_at,
+    lines_of,
+    wait_for_all,
+)
+from trtrun.kernels.triton.expert_tiles import (
+    FEW_PAIRS,
+    FEW_ROWS,
+    ExpertTiles,
+    fetch_of_expert,
+    grid_of,
+    tile_and_part,
+)
 from trtrun.kernels.triton.matmul.fp8_matmul import Tile
 from trtrun.kernels.triton.support import shared_bytes
 
@@ -25,13 +39,17 @@ _NO_ROW = tl.constexpr(-1)
 
 @triton.jit
 def _product_kernel(
-    x, x_scale, codes, scale, bias, y, pairs, experts, features, inputs, x_stride, scale_stride,
+    x, x_scale, codes, scale, bias, y, pairs, experts, features, inputs, num_experts, x_stride, scale_stride,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    ROUNDS: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr,
+    ROUNDS: tl.constexpr, ADDS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The weight is the side of the matrix units that is 64 wide."""
-    begin(EARLY)
+    """The weight is the side of the matrix units that is 64 wide. LINES as in experts.py."""
     tile, part = tile_and_part(ROWS)
+    if LINES > 0:
+        fetch_of_expert(codes, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES, EARLY)
+    wait_for_all(EARLY)
+    if ROWS > FEW_ROWS:
+        launch_next(EARLY)
     expert = tl.load(experts + tile).to(tl.int64)
     if expert < 0:
         return
@@ -46,7 +64,10 @@ def _product_kernel(
     of_tile = scale + (expert * tl.cdiv(features, _GROUP) + part * FEATURES // _GROUP) * groups
     policy: tl.constexpr = "evict_first" if ROWS <= FEW_ROWS else ""
     total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
+    chosen = last_asked(inputs, INPUTS, STAGES)
     for first in range(0, inputs, INPUTS):
+        if ROWS <= FEW_ROWS:
+            launch_next_at(first, chosen, EARLY)
         number = first + tl.arange(0, INPUTS)
         place = codes + start[:, None] + number[None, :]
         if IS_EVEN:
@@ -90,12 +111,14 @@ class ByteProduct:
     Args:
         weight: with "codes", and "scale" or "block_scale".
         bias: [experts, features] in the dtype of activations, or None.
+        asks_ahead: as of PlainProduct.
 
     Attributes:
         rounding: how rows must be rounded; None where they are taken as they are.
     """
 
-    def __init__(self, weight: ExpertCodes, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: ExpertCodes, bias: torch.Tensor | None, *, asks_ahead: bool = False) -> None:
+        self._asks_ahead = asks_ahead
         tensors, in_blocks = weight.tensors, "block_scale" in weight.tensors
         self._codes, self._bias = tensors["codes"], bias
         self._scale = tensors["block_scale"] if in_blocks else tensors["scale"]
@@ -108,15 +131,17 @@ class ByteProduct:
 
     def __call__(self, x: Activations, tiles: ExpertTiles, num_pairs: int, each: int) -> torch.Tensor:
         """x [rows, inputs] of half precision, or rounded, of which each has so many pairs → [pairs, features]."""
-        (_, features, inputs), tile = self._codes.shape, self._tile(tiles.rows)
+        (num_experts, features, inputs), tile = self._codes.shape, self._tile(tiles.rows)
+        asks = self._asks_ahead and num_pairs <= FEW_PAIRS
         values, x_scale = (x.codes, x.scale) if isinstance(x, RoundedRows) else (x, self._scale)
         made = torch.empty((num_pairs, features), dtype=x.dtype, device=values.device)
         how = {None: _PLAIN, "row": _BY_ROW, "group": _BY_GROUP}[self.rounding]
         _product_kernel[grid_of(tiles, triton.cdiv(features, tile.features))](
             values, x_scale, self._codes, self._scale, made if self._bias is None else self._bias, made, *tiles,
-            features, inputs, values.stride(0), x_scale.stride(-1),
+            features, inputs, num_experts, values.stride(0), x_scale.stride(-1),
             CHOSEN=each, ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=inputs % tile.inputs == 0, ROUNDS=how.value, ADDS=self._bias is not None,
+            LINES=lines_of(self._codes[0], tile.features) if asks else 0, STAGES=tile.num_stages,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **early(values),
         )  # fmt: skip
         return made
