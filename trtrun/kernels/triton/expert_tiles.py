@@ -118,7 +118,7 @@ def tile_and_part(ROWS: tl.constexpr):
 @triton.jit
 def fetch_of_expert(
     weight, expert, num_experts, first, features, inputs,
-    FEATURES: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    FEATURES: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Ask for FEATURES rows of an expert's weight [features, inputs], from the `first` on, before `wait_for_all`. Which
     expert it is stands at the place `expert`, past the own cache, if what was written before the kernel in front is
@@ -126,7 +126,7 @@ def fetch_of_expert(
     asked = tl.load(expert, cache_modifier=".cg").to(tl.int64)
     asked = tl.minimum(tl.maximum(asked, 0), num_experts - 1) * features
     begun = tl.minimum(first + tl.arange(0, FEATURES), features - 1)
-    fetch(weight, (asked + begun) * inputs, inputs, LINES, EARLY)
+    fetch(weight, (asked + begun) * inputs, inputs, LINES, True)
 
 
 def grid_of(tiles: ExpertTiles, parts: int) -> tuple[int, int]:

@@ -192,8 +192,8 @@ def _product_kernel(
     """The product of the pairs of a tile with their expert: output [pairs, features]. A row of x has the inputs of
     CHOSEN pairs, one behind the other. Where LINES are asked for, the kernel before waited before it let this begin."""
     tile, part = tile_and_part(ROWS)
-    if LINES > 0:
-        fetch_of_expert(weight, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES, EARLY)
+    if EARLY and LINES > 0:
+        fetch_of_expert(weight, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES)
     if ROWS > FEW_ROWS:
         launch_next(EARLY)
     wait_for_all(EARLY)

@@ -45,8 +45,8 @@ def _product_kernel(
 ):  # fmt: skip
     """The weight is the side of the matrix units that is 64 wide. LINES as in experts.py."""
     tile, part = tile_and_part(ROWS)
-    if LINES > 0:
-        fetch_of_expert(codes, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES, EARLY)
+    if EARLY and LINES > 0:
+        fetch_of_expert(codes, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES)
     wait_for_all(EARLY)
     if ROWS > FEW_ROWS:
         launch_next(EARLY)
