@@ -12,6 +12,11 @@ import torch
 from trtrun import kernels
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
+import triton
+import triton.language as tl
+
+from trtrun.kernels.triton.early_launch import FETCHED_BYTES, early, last_asked, lines_of
+
 FOLDER = Path(kernels.__file__).parent / "triton"
 
 
@@ -32,6 +37,11 @@ STREAMED = (
 """Whose groups of warps wait by themselves."""
 
 KERNELS = {name: node for name, node in ALL.items() if name not in STREAMED}
+
+
+def function(file: str, name: str) -> ast.FunctionDef:
+    module = ast.parse((FOLDER / file).read_text(encoding="utf-8"))
+    return next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
 def calls(node: ast.AST) -> set[str]:
@@ -73,8 +83,11 @@ PLAIN = {
 """Functions, by their last names, that neither read what is written meanwhile nor write."""
 
 WAITS = {"begin", "wait_for_all", "_wait_for_all"}
-LAUNCHES = {"begin", "launch_next", "_launch_next", "launch_next_at", "_gate_up", "_multiply"}
-"""By which the next kernel is let begin; the last two have loops in which that is done."""
+LAUNCHES = {"begin", "launch_next", "_launch_next", "launch_next_at"}
+"""By which the next kernel is let begin."""
+
+LOOPS = {"experts.py:_gate_up_kernel": "_gate_up", "experts.py:_product_kernel": "_multiply"}
+"""Functions in whose loops that is done for these."""
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -88,7 +101,8 @@ def test_a_kernel_waits_before_it_reads_writes_or_ends(name: str) -> None:
         del waits[0]
     assert len(waits) == 1
     assert said[waits[0]].splitlines()[-1].strip(" _") in ("begin(EARLY)", "wait_for_all(EARLY)")
-    assert any(calls(statement) & LAUNCHES for statement in body), "else nothing begins early behind it"
+    launching = calls(function(name.partition(":")[0], LOOPS[name])) if name in LOOPS else calls(KERNELS[name])
+    assert launching & LAUNCHES, "else nothing begins early behind it"
     for statement in body[: waits[0]]:
         assert not any(isinstance(item, ast.Return) for item in ast.walk(statement))
         found = [item for item in ast.walk(statement) if isinstance(item, ast.Call)]
@@ -100,16 +114,15 @@ def test_a_kernel_waits_before_it_reads_writes_or_ends(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "function", "load"),
+    ("file", "name", "load"),
     [
         ("attention/attend_kernel.py", "read_positions", "tl.load(places, mask=real, other=0, cache_modifier='.cg')"),
         ("expert_tiles.py", "fetch_of_expert", "tl.load(expert, cache_modifier='.cg')"),
     ],
 )
-def test_what_is_looked_at_is_read_past_the_own_cache(file: str, function: str, load: str) -> None:
-    module = ast.parse((FOLDER / file).read_text(encoding="utf-8"))
-    (read,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function)
-    loads = [ast.unparse(it) for it in ast.walk(read) if isinstance(it, ast.Call) and ast.unparse(it.func) == "tl.load"]
+def test_what_is_looked_at_is_read_past_the_own_cache(file: str, name: str, load: str) -> None:
+    found = [it for it in ast.walk(function(file, name)) if isinstance(it, ast.Call)]
+    loads = [ast.unparse(it) for it in found if ast.unparse(it.func) == "tl.load"]
     assert loads == [load]
 
 
@@ -130,6 +143,25 @@ def test_what_is_asked_for_beforehand_is_what_is_read(monkeypatch: pytest.Monkey
     assert asked == [down[it, row].data_ptr() + 128 * line for it in (2, 0) for row in range(64) for line in range(4)]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("inputs", "at_once", "stages", "chosen"),
+    [(2048, 128, 6, 1408), (2049, 128, 6, 1536), (100, 64, 3, 0), (64, 64, 4, 0), (128, 64, 1, -1)],
+)
+def test_the_step_in_which_all_has_been_asked_for(inputs: int, at_once: int, stages: int, chosen: int) -> None:
+    found = torch.tensor([-1])
+    _last_asked_kernel[(1,)](found, inputs, INPUTS=at_once, STAGES=stages)
+    assert found.item() == chosen
+
+
+@triton.jit
+def _last_asked_kernel(found, inputs, INPUTS: tl.constexpr, STAGES: tl.constexpr):
+    chosen = last_asked(inputs, INPUTS, STAGES)
+    for first in range(0, inputs, INPUTS):
+        if first == chosen:
+            tl.store(found, first)
+
+
 @pytest.mark.parametrize("name", sorted(FRONTS))
 def test_a_kernel_behind_which_is_looked_waits_before_it_lets_the_next_one_begin(name: str) -> None:
     waited = False
@@ -146,6 +178,7 @@ def test_the_recurrence_waits_before_it_writes() -> None:
     before, wait, after = kernel.partition("    wait_for_all();\n")
     assert wait and "wait_for_all" not in after and after.startswith("    fetch(0, 0);")
     assert before.count("__ldcg(") == 2 and "matrices[" not in before and "numbers[" not in kernel
+    assert not any(word in before for word in ("fetch(0", "keep(", "= narrow("))
 
 
 @pytest.mark.parametrize("name", STREAMED[:2])
@@ -178,8 +211,6 @@ def test_groups_of_warps_ask_for_nothing_but_weights_before_they_wait(name: str)
 
 @pytest.mark.parametrize(("features", "inputs", "dtype"), [(16, 2048, torch.bfloat16), (64, 40, torch.float8_e4m3fn)])
 def test_what_is_asked_for_beforehand_is_little(features: int, inputs: int, dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.early_launch import FETCHED_BYTES, early, lines_of
-
     weight = torch.empty((128, inputs), dtype=dtype)
     lines = lines_of(weight, features)
     assert lines >= 1 and lines & (lines - 1) == 0

@@ -243,7 +243,7 @@ def product(kernel, more):
     kinds = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"pairs": "*i64", "experts": "*i64"}
     kinds |= dict.fromkeys(("features", "inputs", "num_experts") if "LINES" in more else ("features", "inputs"), "i32")
     sizes = {"CHOSEN": 1, "ROWS": 16, "FEATURES": tile.features, "INPUTS": tile.inputs, "IS_EVEN": True}
-    sizes |= {"HAS_BIAS": False, "EARLY": True} | more
+    sizes |= {"HAS_BIAS": False, "STAGES": tile.num_stages, "HALVES": False, "EARLY": True} | more
     asm = compiled(kernel, sizes, kinds, tile.num_warps)
     return re.findall(r"griddepcontrol\\.\\w+|prefetch\\.global\\.L2|ld\\.global\\.cg|mma", asm["ptx"])
 
@@ -261,7 +261,7 @@ def test_it_compiles_for_hopper_with_the_same_order_of_sums(tmp_path: Path) -> N
     """The mean of squares is added up in the layout of the norm without sums, by as many operations; of what is added
     up each number is one that rounds once. Weights are asked for before the kernel waits, and a choice is found by
     instructions of a warp, but for the sum of softmax and its largest number. The product behind gates asks for
-    weights before it waits, once gates have waited."""
+    weights before it waits; both let the next kernel begin when they have waited."""
     line = last_line(COMPILE, tmp_path)
     found = json.loads(line)
     for (plain, summing), size in zip(found["norms"], (2048, 4096, 8192, 2048, 8192), strict=True):
@@ -269,10 +269,9 @@ def test_it_compiles_for_hopper_with_the_same_order_of_sums(tmp_path: Path) -> N
         of_thread = size // (32 * (4 if size <= 4096 else 8))
         assert summing["operations"] == plain["operations"] | {"fma": plain["operations"]["fma"] + 8 * of_thread}
         assert plain["loads"][0] == summing["loads"][0] == of_thread // 8
-    assert found["gates"][:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
-    asked = found["product"]
-    assert asked[0] == "ld.global.cg" and asked[-1] == "mma"
-    until = asked.index("griddepcontrol.launch_dependents")
-    assert asked[until + 1] == "griddepcontrol.wait" and "prefetch.global.L2" in asked[1:until]
-    assert "prefetch.global.L2" not in asked[until:]
+    asked, until = found["product"], found["product"].index("griddepcontrol.wait")
+    assert asked[0] == "ld.global.cg" and set(asked[1:until]) == {"prefetch.global.L2"}
+    for behind in (found["gates"], asked[until:]):
+        assert behind[0] == "griddepcontrol.wait" and set(behind[1:]) == {"mma", "griddepcontrol.launch_dependents"}
+        assert behind.count("griddepcontrol.launch_dependents") == 1
     assert found["choices"] == [[16, 10, 0], [24, 0, 0]]

@@ -60,7 +60,7 @@ def experts():
         tiles = ExpertTiles(torch.zeros(rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         x = torch.zeros((3, 256), dtype=torch.bfloat16)
         for gate in (None, Gate("clamped_swiglu", 7.0)):
-            four_bits_stream.streamed_product(x, weight, None, tiles, 3, 1, gate)
+            four_bits_stream.streamed_product(x, weight, None, tiles, 3, 1, gate, asks_ahead=gate is None)
 
 def prompts():
     query = torch.zeros((64, 8, 64), dtype=torch.bfloat16)

@@ -125,7 +125,11 @@ class CudaRecurrence:
         return _compile(tuple(f"-D{name}={value}" for name, value in words), self._device)
 
     def __call__(self, brought: Tokens, states: LayerStates, segment_states: SegmentStates, read: torch.Tensor) -> None:
-        """Carry the states of a segment's rows on, and fill in what its tokens read, [tokens, values * value_dim]."""
+        """Carry the states of a segment's rows on, and fill in what its tokens read, [tokens, values * value_dim].
+
+        States and the rows' numbers are read before the kernel in front has ended, which therefore must wait before it
+        lets this one begin (kernels.triton.early_launch).
+        """
         segment, weights, state = segment_states.segment, self._weights, states.states[1].dtype
         if state not in self._kernels:
             self._kernels[state] = self._kernel_of(state)

@@ -121,12 +121,12 @@ def fetch_of_expert(
     FEATURES: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Ask for FEATURES rows of an expert's weight [features, inputs], from the `first` on, before `wait_for_all`. Which
-    expert it is stands at the place `expert`, past the own cache, if what was written before the kernel in front is
-    there; where it is not, other rows are asked for."""
+    expert it is, or -1 for none, stands at the place `expert`, past the own cache, if what was written before the
+    kernel in front is there; where it is not, other rows are asked for."""
     asked = tl.load(expert, cache_modifier=".cg").to(tl.int64)
-    asked = tl.minimum(tl.maximum(asked, 0), num_experts - 1) * features
-    begun = tl.minimum(first + tl.arange(0, FEATURES), features - 1)
-    fetch(weight, (asked + begun) * inputs, inputs, LINES, True)
+    if asked >= 0:
+        begun = tl.minimum(first + tl.arange(0, FEATURES), features - 1)
+        fetch(weight, (tl.minimum(asked, num_experts - 1) * features + begun) * inputs, inputs, LINES, True)
 
 
 def grid_of(tiles: ExpertTiles, parts: int) -> tuple[int, int]:

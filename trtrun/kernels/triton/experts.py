@@ -194,9 +194,9 @@ def _product_kernel(
     tile, part = tile_and_part(ROWS)
     if EARLY and LINES > 0:
         fetch_of_expert(weight, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES)
+    wait_for_all(EARLY)
     if ROWS > FEW_ROWS:
         launch_next(EARLY)
-    wait_for_all(EARLY)
     expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
     if HALVES and _is_half(pairs, tile, ROWS):
         _multiply(

@@ -40,12 +40,13 @@ class FourBitProduct:
     Args:
         weight: with "words".
         bias: [experts, features] in the dtype of activations, or None.
+        asks_ahead: as of PlainProduct.
     """
 
     rounding: Rounding | None = None
 
-    def __init__(self, weight: ExpertCodes, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+    def __init__(self, weight: ExpertCodes, bias: torch.Tensor | None, *, asks_ahead: bool = False) -> None:
+        self._weight, self._bias, self._asks_ahead = weight, bias, asks_ahead
 
     def tile_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
         """Rows of a tile where there are so many pairs of a dtype."""
@@ -60,7 +61,7 @@ class FourBitProduct:
             return general_product(x, self._weight, self._bias, tiles, num_pairs, each)
         from trtrun.kernels.triton.coded_experts.four_bits_stream import streamed_product
 
-        return streamed_product(x, self._weight, self._bias, tiles, num_pairs, each)
+        return streamed_product(x, self._weight, self._bias, tiles, num_pairs, each, asks_ahead=self._asks_ahead)
 
     def activated(
         self, x: torch.Tensor, tiles: ExpertTiles, num_pairs: int, each: int, gate: four_bits.Gate
@@ -74,13 +75,12 @@ class FourBitProduct:
 
 
 def _product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None, before: _Product | None = None) -> _Product:
-    """The product with a matrix, behind another one."""
-    asks_ahead = isinstance(before, PlainProduct | ByteProduct)  # which wait before they let kernels begin
+    """The product with a matrix, behind another one, which waits before it lets the next kernel begin."""
+    asks_ahead = before is not None
     if not isinstance(weight, ExpertCodes):
         return PlainProduct(weight, bias, asks_ahead=asks_ahead)
-    if "words" in weight.tensors:
-        return FourBitProduct(weight, bias)
-    return ByteProduct(weight, bias, asks_ahead=asks_ahead)
+    kind = FourBitProduct if "words" in weight.tensors else ByteProduct
+    return kind(weight, bias, asks_ahead=asks_ahead)
 
 
 def takes(weights: ExpertWeights) -> bool:

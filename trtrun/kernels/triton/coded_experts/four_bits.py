@@ -20,7 +20,7 @@ from trtrun.kernels.arguments import Activation
 from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.torch.fp4 import FORMS, UNIT_EXPONENT
 from trtrun.kernels.torch.integers import GROUP, TILE, UNITS
-from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.early_launch import early, launch_next, wait_for_all
 from trtrun.kernels.triton.expert_tiles import ExpertTiles
 from trtrun.kernels.triton.matmul.int_matmul import read_codes, read_words
 
@@ -82,7 +82,8 @@ def _product_kernel(
 ):  # fmt: skip
     """A tile of an expert's weight; `groups` are those of SIZE inputs that it has room for. Whole numbers have no
     SHIFT."""
-    begin(EARLY)
+    wait_for_all(EARLY)
+    launch_next(EARLY)
     expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return

@@ -62,7 +62,7 @@ FEW_PROGRAMS = {2: Depth(2, 7), 3: Depth(2, 5)}
 """Of tiles of 8 rows with up to so many programs for each multiprocessor, which all find room at once."""
 
 _LINES = early_launch.FETCHED_BYTES // early_launch.LINE_BYTES
-"""That programs of few pairs ask for before they wait: those of the second product, behind gates, which wait first."""
+"""Of words, that programs of few pairs ask for before they wait."""
 
 _BY_FOUR_WARPS = gl.constexpr(64)
 """Rows from which on four warps multiply numbers with an exponent together: instructions of one warp are slower."""
@@ -144,9 +144,10 @@ def _product_kernel(
     LINES of words are asked for beforehand, where the kernel before waited before it let this begin."""
     if LINES > 0 and EARLY:
         asked = gl.load(experts + gl.program_id(0), cache_modifier=".cg").to(gl.int64)
-        asked = gl.minimum(gl.maximum(asked, 0), num_experts - 1) * tiles + gl.program_id(1)
-        line = gl.arange(0, LINES, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        _ask_for(words + asked * groups * _WORDS + gl.minimum(line * _LINE_WORDS, groups * _WORDS - 1))
+        if asked >= 0:
+            tile = gl.minimum(asked, num_experts - 1) * tiles + gl.program_id(1)
+            line = gl.arange(0, LINES, layout=gl.BlockedLayout([1], [32], [4], [0]))
+            _ask_for(words + tile * groups * _WORDS + gl.minimum(line * _LINE_WORDS, groups * _WORDS - 1))
     _wait_for_all(EARLY)
     expert = gl.load(experts + gl.program_id(0)).to(gl.int64)
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -241,10 +242,13 @@ def streamed_product(
     num_pairs: int,
     each: int,
     gate: Gate | None = None,
+    *,
+    asks_ahead: bool = False,
 ) -> torch.Tensor:
     """Compute `general_product`, of rows that begin at multiples of 16 bytes in tiles of 8, 16, 32 or 64; numbers with
     an exponent in tiles of 128, too, and times bfloat16 alone. With a gate the first half of the features is activated
-    and multiplied with the second, as `activate_and_multiply` does: [pairs, features / 2]; half is a multiple of 16."""
+    and multiplied with the second, as `activate_and_multiply` does: [pairs, features / 2]; half is a multiple of 16.
+    Without a gate it may ask ahead, as PlainProduct does."""
     words, size, rows = weight.tensors["words"], group_size(weight), tiles.rows
     form = FORMS[size] if "blocks" in weight.tensors else None
     scales = weight.tensors["scales"] if form is None else weight.tensors["blocks"].view(torch.int32)
@@ -259,7 +263,7 @@ def streamed_product(
         PARTS=GROUP // size if form is None else GROUP // size // 4,
         SHIFT=0 if form is None else form.shift, OFFSET=0 if form is None else form.offset, ADDS=bias is not None,
         GATE=-1 if gate is None else GATES[gate.activation], LIMIT=math.inf if gate is None else gate.limit,
-        LINES=_LINES if gate is None and num_pairs <= FEW_PAIRS else 0, num_warps=4, **early_launch.early(x),
+        LINES=_LINES if asks_ahead and num_pairs <= FEW_PAIRS else 0, num_warps=4, **early_launch.early(x),
     )  # fmt: skip
     return made
 

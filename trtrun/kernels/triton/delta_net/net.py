@@ -16,7 +16,8 @@ from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kvcache.row_states import LayerStates, SegmentStates
 
 Recurrence = Callable[[Tokens, LayerStates, SegmentStates, torch.Tensor], None]
-"""Carries the states of a segment's rows on, and fills in what its tokens read, [tokens, values * value_dim]."""
+"""Carries the states of a segment's rows on, and fills in what its tokens read, [tokens, values * value_dim]. The
+kernel in front waits before it lets this one begin: states are read before that one has ended."""
 
 _HEADS = 4
 """Whose norms one program makes."""
