@@ -46,6 +46,8 @@ BOUND = 2e-2 if HAS_GPU else 3e-3
 SHAPES: list[Shape] = [(2, 4, 32, 8)]
 if HAS_GPU:
     SHAPES += [(1, 3, 64, 24), (16, 48, 128, 128), (16, 32, 128, 128)]
+OF_ROWS = SHAPES if HAS_GPU else [(1, 2, 32, 8)]
+"""Of tests of rows, which are long in the interpreter."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ def test_a_token_reads_the_same_bits_whatever_the_cut_and_what_plain_torch_does(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"] if HAS_GPU else ["bfloat16"])
 def test_narrow_states_are_rounded_behind_each_token(dtype: StateDtype) -> None:
     """So that cuts, and tokens that are gone through again, leave no trace in them, either."""
-    net, weights = nets(SHAPES[0])
+    net, weights = nets(OF_ROWS[0])
     made, rates = make_tokens(weights, 15, 1)
     expected = alone(net, weights, (made, rates), dtype)
     assert not torch.equal(expected, alone(net, weights, (made, rates)))
@@ -127,14 +129,14 @@ def test_narrow_states_are_rounded_behind_each_token(dtype: StateDtype) -> None:
     assert torch.equal(torch.cat(found), expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", OF_ROWS, ids=str)
 def test_rejected_tokens_and_other_rows_leave_no_trace(shape: Shape) -> None:
     check_rejections(*nets(shape))
 
 
 def test_narrow_tiles_of_a_prompt_are_one_row() -> None:
     """Of so few tokens that those of rows apart would be remembered as they are made."""
-    net, weights = nets(SHAPES[0], tile=2)
+    net, weights = nets(OF_ROWS[0], tile=2)
     made, rates = make_tokens(weights, 12, 3)
     expected, rows = alone(net, weights, (made, rates)), Rows(net, weights, refed=2)
     found = rows.feed(Fed(0, 0, made[:1], rates[:1], before=1), *(_tile(made, rates, at) for at in (1, 3)))
@@ -149,7 +151,7 @@ def _tile(made: torch.Tensor, rates: torch.Tensor, first: int) -> Fed:
 @pytest.mark.parametrize("saved_at", [4, 6, 11])
 def test_rows_go_on_from_snapshots(saved_at: int) -> None:
     """Taken in front of what was fed before, within it, and at the end of a chunk."""
-    check_snapshots(*nets(SHAPES[0]), saved_at)
+    check_snapshots(*nets(OF_ROWS[0]), saved_at)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(48, 128), (128, 20)])
