@@ -2,7 +2,8 @@
 `round_times.py SHAPE ROWS,ROWS [--repeats N] [--device 0] [--set KEY=VALUE]`.
 
 For trying a change of a kernel: run it with and without, in turns, on one GPU. Made-up weights and prompts are the same
-each time, fresh ones for each run, so texts are told by a digest. One process; medians are of whole runs from the first
+each time, fresh ones for each run, so texts are told by a digest; such models soon repeat themselves, so that it is no
+proof. One process; medians are of whole runs from the first
 token on, without a profiler (round_kernels.py has one). The last line is a JSON object.
 """
 
