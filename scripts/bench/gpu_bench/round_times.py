@@ -1,10 +1,10 @@
 """What a plain round of a shape takes, and whether its texts are those of another version:
 `round_times.py SHAPE ROWS,ROWS [--repeats N] [--device 0] [--set KEY=VALUE]`.
 
-For trying a change of a kernel: run it with and without, in turns, on one GPU. Made-up weights and prompts are the same
-each time, fresh ones for each run, so texts are told by a digest; such models soon repeat themselves, so that it is no
-proof. One process; medians are of whole runs from the first
-token on, without a profiler (round_kernels.py has one). The last line is a JSON object.
+For trying a change of a kernel: run it with and without, in turns, on one GPU. Weights are made up, and prompts fresh for
+each run; both are the same each time, so texts are told by a digest. Such models soon repeat themselves: that is no
+proof. One process; medians are of whole runs from the first token on, without a profiler (round_kernels.py has one).
+The last line is a JSON object.
 """
 
 from __future__ import annotations
