@@ -1,8 +1,8 @@
 """What a plain round of a shape takes, and whether its texts are those of another version:
 `round_times.py SHAPE ROWS,ROWS [--repeats N] [--device 0] [--set KEY=VALUE]`.
 
-For trying a change of a kernel: run it with and without, in turns, on one GPU. Weights are made up, and prompts fresh for
-each run; both are the same each time, so texts are told by a digest. Such models soon repeat themselves: that is no
+For trying a change of a kernel: run it with and without, in turns, on one GPU. Weights are made up, and prompts fresh
+for each run; both are the same each time, so texts are told by a digest. Such models soon repeat themselves: that is no
 proof. One process; medians are of whole runs from the first token on, without a profiler (round_kernels.py has one).
 The last line is a JSON object.
 """
