@@ -23,9 +23,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from scripts.bench.gpu_bench.kernel_times import describe, read_kernels
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import load_config
+from trtrun.core.outputs import CompletionOutput
 from trtrun.models.config import read_model_config
 
 PROMPT_TOKENS = 32
+
+
+def time_rounds(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> tuple[float, list[CompletionOutput]]:
+    """Milliseconds of a round of one run, from its last first token on; and what was completed."""
+    llm.reset_statistics()
+    completions = [output.completions[0] for output in llm.generate(prompts, sampling)]
+    first = max(one.statistics.first_token or 0.0 for one in completions)
+    seconds = max(one.statistics.finished or 0.0 for one in completions) - first
+    return 1e3 * seconds / max(1, llm.statistics()["num_rounds"] - 1), completions
 
 
 def profile_rounds(llm: LLM, prompts: list[list[int]], max_tokens: int, mode: str) -> dict[str, Any]:
@@ -40,11 +50,7 @@ def profile_rounds(llm: LLM, prompts: list[list[int]], max_tokens: int, mode: st
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     llm.set_speculation(mode == "speculative")
     rows = len(prompts) // 2
-    llm.reset_statistics()
-    times_of_rows = [output.completions[0].statistics for output in llm.generate(prompts[:rows], sampling)]
-    first = max(one.first_token or 0.0 for one in times_of_rows)
-    seconds = max(one.finished or 0.0 for one in times_of_rows) - first
-    round_ms = 1e3 * seconds / max(1, llm.statistics()["num_rounds"] - 1)
+    round_ms, _ = time_rounds(llm, prompts[:rows], sampling)
     on_gpu = torch.cuda.is_available()
     llm.reset_statistics()
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:

@@ -23,10 +23,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from scripts.bench.gpu_bench.models import SHAPES, write_model
+from scripts.bench.gpu_bench.round_kernels import PROMPT_TOKENS, time_rounds
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import load_config
 
-PROMPT_TOKENS, MAX_TOKENS, REPEATS = 32, 96, 7
+MAX_TOKENS, REPEATS = 96, 7
 
 
 def measure(llm: LLM, rows: int, repeats: int, draw: random.Random, vocabulary: int) -> dict[str, Any]:
@@ -34,11 +35,8 @@ def measure(llm: LLM, rows: int, repeats: int, draw: random.Random, vocabulary: 
     sampling, times, texts = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True), list[float](), hashlib.sha256()
     for _ in range(repeats):
         prompts = [draw.choices(range(vocabulary), k=PROMPT_TOKENS) for _ in range(rows)]
-        llm.reset_statistics()
-        completions = [output.completions[0] for output in llm.generate(prompts, sampling)]
-        first = max(one.statistics.first_token or 0.0 for one in completions)
-        seconds = max(one.statistics.finished or 0.0 for one in completions) - first
-        times.append(1e3 * seconds / max(1, llm.statistics()["num_rounds"] - 1))
+        round_ms, completions = time_rounds(llm, prompts, sampling)
+        times.append(round_ms)
         texts.update(repr([one.token_ids for one in completions]).encode())
     median, least = round(statistics.median(times), 4), round(min(times), 4)
     return {"rows": rows, "round_ms": median, "least_ms": least, "texts": texts.hexdigest()[:16]}

@@ -10,8 +10,8 @@ from compiling import last_line
 
 pytest.importorskip("triton")
 
-COMPILE = """
-import json, os, re, subprocess, tempfile
+COMPILE = r"""
+import json, re, subprocess, tempfile
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -40,7 +40,7 @@ def orders(has_bias, kind):
     return {
         "matrix": listed.count("HGMMA"),
         "waits": listed.count("WARPGROUP.DEPBAR"),
-        "order": re.findall(r"griddepcontrol\\\\.\\\\w+|wgmma\\\\.mma_async", code.asm["ptx"]),
+        "order": re.findall(r"griddepcontrol\.\w+|wgmma\.mma_async", code.asm["ptx"]),
     }
 
 print(json.dumps([orders(*kind) for kind in ((False, "*bf16"), (True, "*bf16"), (True, "*fp16"))]))
@@ -49,7 +49,7 @@ print(json.dumps([orders(*kind) for kind in ((False, "*bf16"), (True, "*bf16"), 
 
 def test_matrix_instructions_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """With a bias, too: once a step, and behind the last. The next kernel begins in the loop, behind the wait."""
-    found = json.loads(last_line(COMPILE.replace("\\\\", "\\"), tmp_path))
+    found = json.loads(last_line(COMPILE, tmp_path))
     for one in found:
         assert one["matrix"] == 8 and one["waits"] == 2, one
         assert one["order"][0] == "griddepcontrol.wait"

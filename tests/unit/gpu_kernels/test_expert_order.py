@@ -34,7 +34,7 @@ def compiled(kernel, constants, kinds, num_warps, num_stages):
 
 def plain(rows, tile):
     sizes = {"ROWS": rows, "FEATURES": tile.features, "INPUTS": tile.inputs, "IS_EVEN": False, "HAS_BIAS": False}
-    sizes |= {"LINES": 0, "STAGES": tile.num_stages, "HALVES": rows >= 128}
+    sizes |= {"LINES": 0, "STAGES": tile.num_stages}
     kinds = {"x": "*bf16", "weight": "*bf16", "output": "*bf16"}
     return compiled(experts._product_kernel, sizes, kinds, tile.num_warps, tile.num_stages)
 

@@ -243,7 +243,7 @@ def product(kernel, more):
     kinds = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"pairs": "*i64", "experts": "*i64"}
     kinds |= dict.fromkeys(("features", "inputs", "num_experts") if "LINES" in more else ("features", "inputs"), "i32")
     sizes = {"CHOSEN": 1, "ROWS": 16, "FEATURES": tile.features, "INPUTS": tile.inputs, "IS_EVEN": True}
-    sizes |= {"HAS_BIAS": False, "STAGES": tile.num_stages, "HALVES": False, "EARLY": True} | more
+    sizes |= {"HAS_BIAS": False, "STAGES": tile.num_stages, "EARLY": True} | more
     asm = compiled(kernel, sizes, kinds, tile.num_warps)
     return re.findall(r"griddepcontrol\\.\\w+|prefetch\\.global\\.L2|ld\\.global\\.cg|mma", asm["ptx"])
 

@@ -42,9 +42,6 @@ from trtrun.kernels.triton.fused import GATES, gated
 
 _NO_ROW = tl.constexpr(-1)
 
-_ASKS_AHEAD = True
-"""Whether the second product asks for its first weights while gates are still multiplied (early_launch.py)."""
-
 
 class Tile(NamedTuple):
     """What a program computes at a time: so many features of an expert, of a tile of rows; `inputs` in a step."""
@@ -63,7 +60,7 @@ TILES = {
 """By the rows of a tile, of gates and of the product behind them: for few rows an expert, which memory bounds, for
 more, and for prompts. Bits are the same with any."""
 
-_HALVED = 128
+_HALVED = tl.constexpr(128)
 """Rows of a tile from which on half of one is computed where there are no more pairs: each expert's last one is, as
 often as not. A prompt of 4,096 tokens takes 0.95 times as long so."""
 
@@ -85,9 +82,9 @@ def _weights_of(
 
 
 @triton.jit
-def _is_half(pairs, tile, ROWS: tl.constexpr):
-    """Whether the second half of a tile's rows has no pairs."""
-    return tl.load(pairs + tile * ROWS + ROWS // 2) == _NO_ROW
+def _is_half(pairs, ROWS: tl.constexpr):
+    """Whether the second half of a tile's ROWS places has no pairs."""
+    return tl.load(pairs + ROWS // 2) == _NO_ROW
 
 
 @triton.jit
@@ -131,17 +128,15 @@ def _gate_up(
 def _gate_up_kernel(
     x, weight, bias, output, pairs, experts, features, inputs,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Activated gates times factors of the pairs of a tile: output [pairs, features]. With HALVES tiles of which only
-    the first half are pairs are computed as such."""
+    """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
     wait_for_all(EARLY)  # first: the next kernel looks at what is in `experts`
     if ROWS > FEW_ROWS:
         launch_next(EARLY)
     tile, part = tile_and_part(ROWS)
     expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
-    if HALVES and _is_half(pairs, tile, ROWS):
+    if ROWS >= _HALVED and _is_half(own, ROWS):
         _gate_up(
             x, weight, bias, output, own, expert, part, features, inputs,
             CHOSEN, ROWS // 2, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, GATE, LIMIT, STAGES, EARLY,
@@ -187,7 +182,7 @@ def _multiply(
 def _product_kernel(
     x, weight, bias, output, pairs, experts, features, inputs, num_experts,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product of the pairs of a tile with their expert: output [pairs, features]. A row of x has the inputs of
     CHOSEN pairs, one behind the other. Where LINES are asked for, the kernel before waited before it let this begin."""
@@ -198,7 +193,7 @@ def _product_kernel(
     if ROWS > FEW_ROWS:
         launch_next(EARLY)
     expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
-    if HALVES and _is_half(pairs, tile, ROWS):
+    if ROWS >= _HALVED and _is_half(own, ROWS):
         _multiply(
             x, weight, bias, output, own, expert, part, features, inputs,
             CHOSEN, ROWS // 2, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, STAGES, EARLY,
@@ -246,7 +241,7 @@ class PlainProduct:
             CHOSEN=each, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=inputs % tile.inputs == 0, HAS_BIAS=self._bias is not None,
             LINES=lines_of(self._weight[0], tile.features) if asks else 0,
-            STAGES=tile.num_stages, HALVES=tiles.rows >= _HALVED, num_warps=tile.num_warps,
+            STAGES=tile.num_stages, num_warps=tile.num_warps,
             num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
         return made
@@ -287,7 +282,7 @@ class TritonExperts(AddingExperts):
         limit: float,
     ) -> None:
         self._gate_up, self._bias = weights[0], biases[0]
-        self._down = PlainProduct(weights[1], biases[1], asks_ahead=_ASKS_AHEAD)
+        self._down = PlainProduct(weights[1], biases[1], asks_ahead=True)
         self._gate, self._limit = GATES[activation], limit
 
     @override
@@ -304,7 +299,7 @@ class TritonExperts(AddingExperts):
             x, self._gate_up, x if self._bias is None else self._bias, gates, *tiles, features, hidden,
             CHOSEN=num_chosen, ROWS=tiles.rows, FEATURES=tile.features, INPUTS=tile.inputs,
             IS_EVEN=hidden % tile.inputs == 0, HAS_BIAS=self._bias is not None, GATE=self._gate, LIMIT=self._limit,
-            STAGES=tile.num_stages, HALVES=tiles.rows >= _HALVED, num_warps=tile.num_warps,
+            STAGES=tile.num_stages, num_warps=tile.num_warps,
             num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
         return self._down(gates, tiles, num_pairs, 1).view(tokens, num_chosen, hidden)
