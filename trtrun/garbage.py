@@ -22,8 +22,8 @@ With 100,000, as starts have it, an hour of load had nine of 60 to 160 ms, in wh
 
 
 def leave_out_what_is() -> None:
-    """Collect garbage now, and leave what remains out of later collections: what comes to be garbage of it stays to the
-    end of the process. Later ones are short."""
+    """Collect garbage now, and leave what remains out of later collections: what comes to be garbage of it stays until
+    `collect_all`, or to the end of the process. Later ones are short."""
     gc.collect()
     gc.freeze()
     between, *others = gc.get_threshold()
@@ -44,6 +44,13 @@ def leaving_out_what_is() -> Iterator[None]:
         gc.set_threshold(*threshold)
         if not was_left_out:
             gc.unfreeze()
+
+
+def collect_all() -> None:
+    """Collect garbage of what was left out, too: for a process that has done with an engine, whose memory somebody
+    else is to have."""
+    gc.unfreeze()
+    gc.collect()
 
 
 def _take_back_at_exit() -> None:

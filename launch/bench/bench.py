@@ -6,7 +6,6 @@ process of its own (peer.py) with as many threads as the job had.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from launch.jobs.mpi.job import Job
 from launch.jobs.placement.memory import JobMemory
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import RankReport
+from trtrun.garbage import collect_all
 from trtrun.loading.model_settings import resolve_dtype_name
 
 
@@ -56,7 +56,7 @@ def play_bench(job: Job, options: BenchOptions) -> int:
 
 def _give_memory_back() -> None:
     """The peer gets what this process had."""
-    gc.collect()
+    collect_all()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 

@@ -30,8 +30,13 @@ PAUSE_SECONDS = 0.02
 TRTRUN = (sys.executable, "-m", "launch.cli")
 
 
+NOTED_LINES = 30
+"""Of what a command said before it failed, for a reader who wants to know why."""
+
+
 class ChildError(Exception):
-    """A command failed, was not done in time, or is not as it has to be; the message says which."""
+    """A command failed, was not done in time, or is not as it has to be; the message says which. What it said last is
+    in its notes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Ended:
             ChildError: it did.
         """
         if self.status != 0:
-            raise ChildError(f"status {self.status}: {last_words(self.stderr)}")
+            raise _with_words(f"status {self.status}", self.stderr)
         return self
 
     def last_json(self) -> dict[str, Any]:
@@ -104,7 +109,7 @@ class Child:
         if self.process.poll() is None:
             self.stop()
             seconds = time.monotonic() - self._started
-            raise ChildError(f"not done after {seconds:.0f} s: {last_words(self.errors)}")
+            raise _with_words(f"not done after {seconds:.0f} s", self.errors)
         clear_session(self.process.pid)
         return Ended(self.process.returncode, self.output, self.errors, time.monotonic() - self._started)
 
@@ -168,6 +173,13 @@ def run(
     """
     with started(words, folder, variables) as child:
         return child.wait(deadline)
+
+
+def _with_words(what: str, said: str) -> ChildError:
+    error = ChildError(f"{what}: {last_words(said)}")
+    for line in said.splitlines()[-NOTED_LINES:]:
+        error.add_note(line)
+    return error
 
 
 def last_words(text: str) -> str:

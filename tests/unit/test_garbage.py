@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -115,3 +116,43 @@ def test_engines_of_commands_are_left_out_once_they_are_ready(monkeypatch: pytes
             assert load(spec) is None
         assert bool(gc.get_freeze_count()) is is_here
         gc.unfreeze()
+
+
+def test_a_peer_gets_the_memory_that_the_engine_had(tmp_path: Path) -> None:
+    """On one device both have the same process, in which the engine was left out of collections."""
+    source = """
+import gc, sys, torch
+from launch import cli
+from launch.bench import bench
+
+def run_peer(job, options, results):
+    gc.unfreeze()  # collects nothing
+    left = [it.nbytes for it in gc.get_objects() if type(it) is torch.Tensor]
+    print("of", len(results), "workloads", max(left, default=0), "bytes are left", file=sys.stderr)
+
+bench.run_peer = run_peer
+sys.argv[0] = "trtrun"
+sys.exit(cli.main())
+"""
+    config = tmp_path / "config.yaml"
+    model = ROOT / "trtrun" / "assets" / "draft"
+    config.write_text(f"target: {{model: {model}, devices: ['cpu:0']}}\nspeculation: {{method: none}}\nthreads: 1\n")
+    words = [
+        "bench",
+        "--config",
+        config,
+        "--rows",
+        "1",
+        "--max-tokens",
+        "2",
+        "--repeats",
+        "1",
+        "--peer",
+        "transformers",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", source, *map(str, words)], capture_output=True, text=True, timeout=120, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    found = re.search(r"of 1 workloads (\d+) bytes are left", ended.stderr)
+    assert found and int(found[1]) < 10_000, ended.stderr
