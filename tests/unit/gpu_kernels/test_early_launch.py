@@ -72,13 +72,13 @@ FRONTS = {*LOOKING.values(), "delta_net/inputs.py:convolve_kernel"}
 LOADS = {
     "fused.py:_add_and_normalise_kernel": {"tl.load(weight + element, mask=inside, other=0.0)"},
     "rank_sums.py:_sum_and_normalise_kernel": {"tl.load(weight + element, mask=inside, other=0.0)"},
-    "coded_experts/four_bits_stream.py:_product_kernel": {"gl.load(experts + gl.program_id(0), cache_modifier='.cg')"},
+    "coded_experts/four_bits_stream.py:_product_kernel": {"gl.load(experts + tile, cache_modifier='.cg')"},
 }
 """What kernels read before they wait: weights; and, past their own cache, what LOOKING allows."""
 
 PLAIN = {
-    "program_id", "num_programs", "tile_and_part", "arange", "where", "zeros", "minimum", "maximum", "fetch", "to",
-    "launch_next", "fetch_of_expert", "deal_shares", "read_positions", "_ask_for", "BlockedLayout",
+    "program_id", "num_programs", "tile_and_part", "_tile_and_part", "arange", "where", "zeros", "minimum", "maximum",
+    "fetch", "to", "launch_next", "fetch_of_expert", "deal_shares", "read_positions", "_ask_for", "BlockedLayout",
 }  # fmt: skip
 """Functions, by their last names, that neither read what is written meanwhile nor write."""
 

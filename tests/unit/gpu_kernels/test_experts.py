@@ -187,7 +187,7 @@ def test_the_kernel_in_gluon_is_asked_for_where_it_may_be(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("form", ["int4 by 128", "int4 by 64", "int4 by 32", "mxfp4", "nvfp4"])
 def test_the_kernel_in_gluon_has_the_bits_of_the_general_one(form: str, has_bias: bool) -> None:
-    """In tiles of all heights, and through many programs at once; it is the one that is taken."""
+    """In tiles of all heights, full ones and others, and through many programs at once; it is the one that is taken."""
     from trtrun.kernels.triton.coded_experts.four_bits import FEWEST_ROWS, Gate, general_product
     from trtrun.kernels.triton.coded_experts.four_bits_stream import streamed_product
     from trtrun.kernels.triton.coded_experts.suitability import streams
@@ -201,6 +201,7 @@ def test_the_kernel_in_gluon_has_the_bits_of_the_general_one(form: str, has_bias
     bias = torch.randn(9, 1000, device="cuda").to(DTYPE) if has_bias else None
     of_gates = None if bias is None else bias[:, :992].contiguous()
     x, experts = torch.randn(150, inputs, device="cuda").to(DTYPE), torch.randint(0, 9, (150, 2), device="cuda")
+    experts[:, 0], experts[:100, 1] = 0, 5
     general = general_product(x, weight, bias, lay_out(experts, 9, FEWEST_ROWS), 300, 2)
     for rows in (8, 16, 32, 64, *(() if form.startswith("int4") else (128,))):
         assert streams(weight, DTYPE, rows, has_bias), rows

@@ -55,7 +55,7 @@ def experts():
     words, scales = torch.zeros((2, 1, 2, 32, 32), dtype=torch.int32), torch.zeros((2, 1, 2, 2, 32), dtype=torch.int32)
     blocks, factor = torch.zeros((2, 1, 2, 64, 4), dtype=torch.uint8), torch.ones((2, 64))
     numbers = {"blocks": blocks, "factor": factor}
-    for rows, more in ((8, numbers), (64, numbers), (64, {"scales": scales})):
+    for rows, more in ((8, numbers), (128, numbers), (64, {"scales": scales})):
         weight = ExpertCodes({"words": words, **more}, 64, 256)
         tiles = ExpertTiles(torch.zeros(rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         x = torch.zeros((3, 256), dtype=torch.bfloat16)
@@ -66,7 +66,8 @@ def prompts():
     query = torch.zeros((64, 8, 64), dtype=torch.bfloat16)
     store = torch.zeros((2, 8, 2, 16, 64), dtype=torch.bfloat16)
     whole = torch.zeros((1, 8), dtype=torch.int64), torch.zeros((1, 64), dtype=torch.int64)
-    prompt_attention.attend(query, store, *whole, 0.1, 1 << 30, 256, torch.empty_like(query))
+    for sinks in (None, torch.zeros(8)):
+        prompt_attention.attend(query, store, *whole, 0.1, 1 << 30, 256, torch.empty_like(query), sinks=sinks)
 
 asked: list[Any] = []
 with collecting(asked.append):
@@ -80,10 +81,17 @@ for kernel in asked:
 print(json.dumps([[kernel.name for kernel in asked], processes.wait()]))
 processes.close()
 """
-OF_EXPERTS = ["_product_kernel"] * 6
-KERNELS = ["_stream_kernel", "_stream_blocks_kernel", "_stream_kernel", "_stream_kernel", *OF_EXPERTS, "_prompt_kernel"]
+OF_EXPERTS = ["_product_kernel"] * 2 + ["_many_rows_kernel"] * 2 + ["_product_kernel"] * 2
+KERNELS = [
+    "_stream_kernel",
+    "_stream_blocks_kernel",
+    "_stream_kernel",
+    "_stream_kernel",
+    *OF_EXPERTS,
+    *["_prompt_kernel"] * 2,
+]
 """Products of E4M3, by row and in blocks, two of 4 bits, those of experts, with gates and without; attention of
-prompts."""
+prompts, without sinks and with."""
 
 
 def test_all_kernels_compile(tmp_path: Path) -> None:

@@ -55,14 +55,14 @@ class Prompts:
         shape = (self.positions.numel(), heads, head_dim)
         self.query = torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
-    def check(self, window: int = 1 << 30) -> None:
+    def check(self, window: int = 1 << 30, sinks: torch.Tensor | None = None) -> None:
         """Both kernels, and that both are numbers."""
         from trtrun.kernels.triton.attention.paged_attention import _attend_rows
         from trtrun.kernels.triton.attention.prompt_attention import attend
 
         found, expected = (torch.full_like(self.query, 7.0) for _ in range(2))
         for kernel, output in ((attend, found), (_attend_rows, expected)):
-            kernel(self.query, self.store, self.tables, self.positions, 0.09, window, SHARE, output)
+            kernel(self.query, self.store, self.tables, self.positions, 0.09, window, SHARE, output, sinks=sinks)
         real = self.positions.flatten() >= 0
         assert expected[real].isfinite().all()
         assert torch.equal(found[real], expected[real])
@@ -108,6 +108,20 @@ def test_windows(window: int) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize(("context", "window"), [(40, 1 << 30), (1300, 1 << 30), (1300, 128)])
+def test_sinks(context: int, window: int) -> None:
+    """In tiles whose last places are of no query, too, and sinks that outweigh all keys or count for nothing."""
+    from trtrun.kernels.triton.attention.paged_attention import _attend_rows
+    from trtrun.kernels.triton.attention.prompt_suitability import is_chosen
+
+    prompts = Prompts(context, heads=64, kv_heads=8, head_dim=64)
+    sinks = torch.randn(64, device="cuda") * 3
+    sinks[0], sinks[1] = 200.0, -200.0
+    assert is_chosen(prompts.store, SHARE, True, _attend_rows)
+    prompts.check(window, sinks)
+
+
+@needs_hopper
 def test_a_later_chunk_of_a_prompt() -> None:
     Prompts(3000, first=2222).check()
 
@@ -119,7 +133,7 @@ def test_it_is_chosen_there_and_replayed_in_graphs() -> None:
     from trtrun.kernels.triton.attention.prompt_suitability import is_chosen
 
     prompts = Prompts(900, prompts=3, heads=32, kv_heads=8)
-    assert is_chosen(prompts.store, SHARE, _attend_rows)
+    assert is_chosen(prompts.store, SHARE, False, _attend_rows)
     graph, output = torch.cuda.CUDAGraph(), torch.empty_like(prompts.query)
     arguments = (prompts.store, prompts.tables, prompts.positions, 0.09, 1 << 30, SHARE, output)
     with torch.cuda.graph(graph):
@@ -149,8 +163,8 @@ def test_where_it_does_not_do_the_other_kernel_attends(
     monkeypatch.setattr(attention, "attend", broken)
     store = torch.zeros(2, 3, 1, 16, 128, dtype=torch.bfloat16, device="cuda")
     with caplog.at_level(logging.WARNING):
-        assert not suitability.is_chosen(store, SHARE, _attend_rows)
-        assert not suitability.is_chosen(store, SHARE, _attend_rows)
+        assert not suitability.is_chosen(store, SHARE, False, _attend_rows)
+        assert not suitability.is_chosen(store, SHARE, False, _attend_rows)
     assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
 
 
@@ -160,4 +174,4 @@ def test_it_is_not_for_the_cpu() -> None:
     def never(*arguments: object) -> None:
         raise AssertionError("nothing is to be compared")
 
-    assert not is_chosen(torch.zeros(2, 3, 1, 16, 128, dtype=torch.bfloat16), SHARE, never)
+    assert not is_chosen(torch.zeros(2, 3, 1, 16, 128, dtype=torch.bfloat16), SHARE, False, never)

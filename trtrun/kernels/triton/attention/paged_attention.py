@@ -90,8 +90,8 @@ class PagedAttention:
         places, lines = segment.queries * (heads // kv_heads), segment.rows * kv_heads
         units = multiprocessors(query.device)
         if kept.codes == PLAIN.value:
-            is_usual = call.soft_cap is None and call.sinks is None  # that kernel knows neither
-            suits = is_usual and is_chosen(store_layer, _SHARE, _attend_rows)
+            knows = call.soft_cap is None  # that kernel knows none
+            suits = knows and is_chosen(store_layer, _SHARE, call.sinks is not None, _attend_rows)
             tiling = choose_tiling(places, lines, shares, units, suits)
         else:
             tiling = tiling_of_codes(places, lines, shares, units)
@@ -100,7 +100,8 @@ class PagedAttention:
         if tile is None:
             from trtrun.kernels.triton.attention.prompt_attention import attend
 
-            attend(query, store_layer, segment.block_tables, segment.positions, scale, reach, _SHARE, output)
+            tables, positions = segment.block_tables, segment.positions
+            attend(query, store_layer, tables, positions, scale, reach, _SHARE, output, sinks=call.sinks)
             return
         for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * shares if is_split else 0):
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)

@@ -27,6 +27,7 @@ from trtrun.kernels.triton.attention.prompt_steps import (
     PANEL,
     TILE,
     add_share,
+    add_sinks,
     copy,
     extent,
     nothing_yet,
@@ -48,8 +49,8 @@ begin = gluon.jit(early_launch.begin.fn)
 
 @gluon.jit
 def _sum_tile(
-    mine, keys, values, barriers, own, first_own, last, start, stop, window, stretch, step,
-    HEAD: gl.constexpr, SHARE: gl.constexpr,
+    mine, keys, values, barriers, own, of_sinks, first_own, last, start, stop, window, stretch, step,
+    HEAD: gl.constexpr, SHARE: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Half of a tile over all its steps: totals of weights, sums of values [HALF, HEAD], and steps so far."""
     key_ready, key_free, value_ready, value_free, _settled = barriers
@@ -96,7 +97,9 @@ def _sum_tile(
     mbarrier.wait(value_ready.index(stage), (step // stages) & 1)
     gathered = warpgroup_mma(gl.convert_layout(weights.to(kind), weighed), values.index(stage), gathered)
     mbarrier.arrive(value_free.index(stage), count=1)
-    _, total, gathered = add_share(all_peak, all_total, all_gathered, peak, total, gathered)
+    peak, total, gathered = add_share(all_peak, all_total, all_gathered, peak, total, gathered)
+    if HAS_SINKS:
+        total, gathered = add_sinks(peak, total, gathered, of_sinks)
     return total, gathered, step + 1
 
 
@@ -110,10 +113,10 @@ def _places(row, kv_head, first_place, queries, group, layout: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, query, output, positions, query_shared, keys, values, barriers, board,
+    half: gl.constexpr, query, output, positions, sinks, query_shared, keys, values, barriers, board,
     rows, parts, queries, kv_heads, group, window, stretch, query_token, query_head, position_row,
     position_query,
-    HEAD: gl.constexpr, SHARE: gl.constexpr,
+    HEAD: gl.constexpr, SHARE: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps, which attends with half of each tile."""
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -136,12 +139,16 @@ def _attend(
 
         places = positions + row * position_row
         first_own, last, start, stop = extent(places, position_query, tile_place, group, queries, window, line)
-        index, _, _ = _places(row, kv_head, first_place, queries, group, inner)
+        index, _, head = _places(row, kv_head, first_place, queries, group, inner)
         own = gl.load(places + index * position_query, mask=index < queries, other=0)
         own = gl.maximum(own, 0).to(gl.int32)  # padding sees key 0 alone
+        of_sinks = own
+        if HAS_SINKS:
+            of_sinks = gl.load(sinks + head, mask=index < queries, other=float("-inf"))
         total, gathered, step = _sum_tile(
-            mine, keys, values, barriers, own, first_own, last, start, stop, window, stretch, step, HEAD, SHARE
-        )
+            mine, keys, values, barriers, own, of_sinks, first_own, last, start, stop, window, stretch, step,
+            HEAD, SHARE, HAS_SINKS,
+        )  # fmt: skip
 
         gathered = gathered / gl.convert_layout(gl.where(total == 0.0, 1.0, total), outer)[:, None]
         index, token, head = _places(row, kv_head, first_place, queries, group, outer)
@@ -161,10 +168,11 @@ def _attend(
     do_not_specialize_on_alignment=["tables", "positions"],
 )  # fmt: skip
 def _prompt_kernel(
-    store, query, output, tables, positions, taken, scale,
+    store, query, output, tables, positions, sinks, taken, scale,
     query_token, query_head, position_row, position_query, table_row,
     rows, parts, queries, kv_heads, group, window, shift,
-    BLOCK: gl.constexpr, HEAD: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    BLOCK: gl.constexpr, HEAD: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr, HAS_SINKS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """All tiles of all rows and KV heads, by as many programs as there are multiprocessors."""
     begin(EARLY)
@@ -198,12 +206,14 @@ def _prompt_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                0, query, output, positions, query_shared, keys, values, barriers, board, rows, parts, queries,
+                0, query, output, positions, sinks, query_shared, keys, values, barriers, board, rows, parts, queries,
                 kv_heads, group, window, stretch, query_token, query_head, position_row, position_query, HEAD, SHARE,
+                HAS_SINKS,
             )),
             (_attend, (
-                1, query, output, positions, query_shared, keys, values, barriers, board, rows, parts, queries,
+                1, query, output, positions, sinks, query_shared, keys, values, barriers, board, rows, parts, queries,
                 kv_heads, group, window, stretch, query_token, query_head, position_row, position_query, HEAD, SHARE,
+                HAS_SINKS,
             )),
             (copy, (
                 store, tables, positions, taken, keys, values, barriers, board, rows, parts, queries, kv_heads, group,
@@ -224,6 +234,8 @@ def attend(
     window: int,
     share: int,
     output: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend for rows of a prompt, where `suitability.is_chosen`.
 
@@ -236,6 +248,7 @@ def attend(
         window: keys that a query sees.
         share: keys that are summed by themselves, a multiple of `KEYS`.
         output: [rows * queries, heads, head], contiguous.
+        sinks: [heads] float32, as of AttentionCall.
     """
     _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
     rows, queries = positions.shape
@@ -248,9 +261,9 @@ def attend(
     taken = torch.zeros(1, dtype=torch.int32, device=query.device)
     programs = min(multiprocessors(query.device), rows * parts * kv_heads)
     _prompt_kernel[(programs,)](
-        store, query, output, tables, positions, taken, scale,
+        store, query, output, tables, positions, taken if sinks is None else sinks, taken, scale,
         query.stride(0), query.stride(1), positions.stride(0), positions.stride(1), tables.stride(0),
         rows, parts, queries, kv_heads, group, window, lines,
-        BLOCK=block_size, HEAD=head_dim, SHARE=share, STAGES=_STAGES, num_warps=4, maxnreg=_REGISTERS,
-        **early_launch.early(query),
+        BLOCK=block_size, HEAD=head_dim, SHARE=share, STAGES=_STAGES, HAS_SINKS=sinks is not None, num_warps=4,
+        maxnreg=_REGISTERS, **early_launch.early(query),
     )  # fmt: skip

@@ -101,6 +101,17 @@ def add_share(all_peak, all_total, all_gathered, peak, total, gathered):
 
 
 @gluon.jit
+def add_sinks(peak, total, gathered, sinks):
+    """Totals and sums of values behind the last share, with the sinks of their heads, as `merge_sinks` has them."""
+    nothing = gl.zeros(sinks.shape, gl.float32, layout=sinks.type.layout)
+    stretched = gl.fma(sinks, nothing + 1.4426950408889634, nothing)  # log2(e)
+    of_sinks = gl.ceil(stretched)
+    weights = gl.exp2(stretched - gl.where(of_sinks == float("-inf"), 0.0, of_sinks))
+    _, total, fade, _ = _merge(peak, total, of_sinks, weights)
+    return total, gathered * gl.convert_layout(fade, gl.SliceLayout(1, gathered.type.layout))[:, None]
+
+
+@gluon.jit
 def weigh(scores, peak, total, gathered, own, column, first, first_own, last, window, stretch):
     """The softmax of a step: weights [queries, keys], peaks and totals after it, and sums so far, faded."""
     outer: gl.constexpr = gl.SliceLayout(1, gathered.type.layout)

@@ -4,7 +4,7 @@ or such with an exponent in blocks (kernels/torch/fp4.py).
 Of whole numbers the matrix units sum up activations times codes less their zero point for the inputs that share a
 scale; such sums, times the scale, are added up in float32, in the order of the inputs. Numbers with an exponent are
 multiplied by the scale of their block, which rounds nothing in bfloat16, and are one chain of sums, which is multiplied
-by the factor of the output feature. On compute capability 9.0 another kernel is faster (four_bits_stream.py), with the
+by the factor of the output feature. On compute capability 9.0 other kernels are faster (four_bits_stream.py), with the
 same bits.
 """
 
@@ -21,7 +21,7 @@ from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.torch.fp4 import FORMS, UNIT_EXPONENT
 from trtrun.kernels.torch.integers import GROUP, TILE, UNITS
 from trtrun.kernels.triton.early_launch import early, launch_next, wait_for_all
-from trtrun.kernels.triton.expert_tiles import ExpertTiles
+from trtrun.kernels.triton.expert_tiles import ExpertTiles, grid_of, tile_and_part
 from trtrun.kernels.triton.matmul.int_matmul import read_codes, read_words
 
 _TILE, _GROUP = tl.constexpr(TILE), tl.constexpr(GROUP)
@@ -41,7 +41,8 @@ class Gate(NamedTuple):
 
 _HEIGHTS = {3: 8, 8: 16, 24: 32, 96: 64}
 """Rows of a tile, by the mean number of pairs of an expert up to which they are taken."""
-_MOST_ROWS = 128
+MANY_ROWS = 128
+"""Of a tile, for more pairs."""
 
 FEW_PAIRS = 24
 """Pairs that have a tile each: widening an expert's codes twice takes longer than to sort."""
@@ -50,7 +51,7 @@ FEW_PAIRS = 24
 def tile_rows(num_pairs: int, num_experts: int) -> int:
     """Rows of a tile for so many pairs: an expert's are to fill one, which then is read once."""
     mean = num_pairs / num_experts
-    return next((rows for most, rows in _HEIGHTS.items() if mean <= most), _MOST_ROWS)
+    return next((rows for most, rows in _HEIGHTS.items() if mean <= most), MANY_ROWS)
 
 
 @triton.jit
@@ -84,18 +85,19 @@ def _product_kernel(
     SHIFT."""
     wait_for_all(EARLY)
     launch_next(EARLY)
-    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    tile, part = tile_and_part(ROWS)
+    expert = tl.load(experts + tile).to(tl.int64)
     if expert < 0:
         return
     kind: tl.constexpr = x.dtype.element_ty
-    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_pair = pair != _NO_ROW
     row = tl.where(is_pair, pair // CHOSEN, 0) * inputs
     within = tl.arange(0, _TILE)
-    tile = expert * tiles + tl.program_id(1)
+    own = expert * tiles + part
     total = tl.zeros((_TILE, ROWS), dtype=tl.float32)
     for group in range(0, groups):
-        at = tile * groups + group
+        at = own * groups + group
         number = group * SIZE + tl.arange(0, SIZE)
         values = tl.load(
             x + row[None, :] + number[:, None], mask=is_pair[None, :] & (number < inputs)[:, None], other=0.0
@@ -114,7 +116,7 @@ def _product_kernel(
             bits = (tl.load(scales + place).to(tl.int32) << SHIFT) + OFFSET
             scale = (bits << 16).to(tl.float32, bitcast=True) * _LEAST
             total = tl.dot((_read_numbers(words, at, SIZE) * scale[:, None]).to(kind), values, total)
-    feature = tl.program_id(1) * _TILE + within
+    feature = part * _TILE + within
     is_feature = feature < features
     if ADDS:
         added = tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
@@ -147,7 +149,7 @@ def general_product(
     scales = weight.tensors.get("scales", weight.tensors.get("blocks"))
     form = FORMS[size] if "blocks" in weight.tensors else None
     made = x.new_empty((num_pairs, weight.features))
-    _product_kernel[(len(tiles.experts), words.shape[1])](
+    _product_kernel[grid_of(tiles, words.shape[1])](
         x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
         weight.features, weight.inputs, words.shape[1], words.shape[2] * (GROUP // size),
         CHOSEN=each, ROWS=tiles.rows, SIZE=size,

@@ -4,7 +4,7 @@ the thread whose matrix units take it.
 A program has 64 features of an expert and some pairs that chose it. Words of some groups of 128 inputs are on their way
 to shared memory (four_bits_words.py) while others are widened, each by the thread that copied it. Bits are those of the
 general kernel (four_bits.py): instructions of one warp and of four add inputs in one order, and neither tiles nor steps
-change it.
+change it. Many rows have a kernel of their own (four_bits_prompts.py).
 
 It knows tensors; it does not know who takes it (coded_experts.py).
 """
@@ -12,35 +12,31 @@ It knows tensors; it does not know who takes it (coded_experts.py).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.torch.fp4 import FORMS
 from trtrun.kernels.torch.integers import GROUP, TILE
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.coded_experts.four_bits import FEW_PAIRS, Gate, group_size
+from trtrun.kernels.triton.coded_experts.four_bits import FEW_PAIRS, MANY_ROWS, Gate, group_size
+from trtrun.kernels.triton.coded_experts.four_bits_features import read_ends, store
+from trtrun.kernels.triton.coded_experts.four_bits_prompts import multiply_many
 from trtrun.kernels.triton.coded_experts.four_bits_words import (
     ask,
-    feature_of,
     point_at_scales,
     point_at_words,
     take_scales,
     take_words,
     widen_fp4,
 )
-from trtrun.kernels.triton.expert_tiles import ExpertTiles
-from trtrun.kernels.triton.fused import GATES, gated
+from trtrun.kernels.triton.expert_tiles import ExpertTiles, grid_of, tile_and_part
+from trtrun.kernels.triton.fused import GATES
 from trtrun.kernels.triton.int4_stream.words import LINE, factor_of, widen
 from trtrun.kernels.triton.support import multiprocessors
 
@@ -54,9 +50,9 @@ class Depth(NamedTuple):
     steps: int
 
 
-DEPTHS = {8: Depth(2, 4), 16: Depth(2, 3), 32: Depth(2, 3), 64: Depth(1, 4), 128: Depth(1, 3)}
+DEPTHS = {8: Depth(2, 4), 16: Depth(2, 3), 32: Depth(2, 3), 64: Depth(1, 4)}
 """By the rows of a tile. Shared memory of a multiprocessor has room for four programs of the first two, three of the
-next and two of the others. Bits are the same with any."""
+next and two of the last. Bits are the same with any."""
 
 FEW_PROGRAMS = {2: Depth(2, 7), 3: Depth(2, 5)}
 """Of tiles of 8 rows with up to so many programs for each multiprocessor, which all find room at once."""
@@ -64,30 +60,13 @@ FEW_PROGRAMS = {2: Depth(2, 7), 3: Depth(2, 5)}
 _LINES = early_launch.FETCHED_BYTES // early_launch.LINE_BYTES
 """Of words, that programs of few pairs ask for before they wait."""
 
-_BY_FOUR_WARPS = gl.constexpr(64)
-"""Rows from which on four warps multiply numbers with an exponent together: instructions of one warp are slower."""
-
-_launch_next, _wait_for_all, _ask_for, _gated = (
-    gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all, early_launch.ask_for, gated)
+_launch_next, _wait_for_all, _ask_for, _tile_and_part = (
+    gluon.jit(it.fn)
+    for it in (early_launch.launch_next, early_launch.wait_for_all, early_launch.ask_for, tile_and_part)
 )
 
 _LINE_WORDS = gl.constexpr(32)
 """Of what memory is asked for at a time."""
-
-
-@gluon.constexpr_function
-def _layout_of_sums(rows, by_four_warps):
-    """Layout of [64, rows] sums."""
-    instruction = [16, rows, 16] if by_four_warps else [16, 8]
-    return gl.NVMMADistributedLayout([3, 0] if by_four_warps else [2, 0], [4, 1], instruction)
-
-
-@gluon.constexpr_function
-def _layout_of_values(rows, kind, by_four_warps):
-    """Layout of [rows, 128] activations in shared memory."""
-    if by_four_warps:
-        return gl.NVMMASharedLayout.get_default_for([rows, _GROUP.value], kind)
-    return gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
 
 
 @gluon.jit
@@ -113,11 +92,7 @@ def _multiply(
         return _multiply_whole(total, words, scales, values, LAYOUT, PARTS)
     else:
         weights = widen_fp4(words, scales, gl.DotOperandLayout(0, LAYOUT, 2), SHIFT, OFFSET)
-        theirs = values.permute((1, 0))
-        if total.shape[1] < _BY_FOUR_WARPS:
-            return mma_v2(weights, theirs.load(gl.DotOperandLayout(1, LAYOUT, 2)), total)
-        else:
-            return warpgroup_mma_wait(0, deps=(warpgroup_mma(weights, theirs, total, is_async=True),))
+        return mma_v2(weights, values.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 2)), total)
 
 
 @gluon.jit
@@ -142,34 +117,33 @@ def _product_kernel(
     """64 features of an expert's weight, which has so many `tiles` of them; `groups` have 128 inputs. Whole numbers
     have no SHIFT. With a GATE they are gates of 32 features of y and their factors, and y is what comes of these.
     LINES of words are asked for beforehand, where the kernel before waited before it let this begin."""
+    tile, part = _tile_and_part(ROWS)
     if LINES > 0 and EARLY:
-        asked = gl.load(experts + gl.program_id(0), cache_modifier=".cg").to(gl.int64)
+        asked = gl.load(experts + tile, cache_modifier=".cg").to(gl.int64)
         if asked >= 0:
-            tile = gl.minimum(asked, num_experts - 1) * tiles + gl.program_id(1)
+            begun = words + (gl.minimum(asked, num_experts - 1) * tiles + part) * groups * _WORDS
             line = gl.arange(0, LINES, layout=gl.BlockedLayout([1], [32], [4], [0]))
-            _ask_for(words + tile * groups * _WORDS + gl.minimum(line * _LINE_WORDS, groups * _WORDS - 1))
+            _ask_for(begun + gl.minimum(line * _LINE_WORDS, groups * _WORDS - 1))
     _wait_for_all(EARLY)
-    expert = gl.load(experts + gl.program_id(0)).to(gl.int64)
+    expert = gl.load(experts + tile).to(gl.int64)
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_rows))
-    pair = gl.load(pairs + gl.program_id(0) * ROWS + row).to(gl.int64)
+    pairs += tile * ROWS
+    pair = gl.load(pairs + gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_rows))).to(gl.int64)
     if expert < 0:
         return
     is_gated: gl.constexpr = GATE >= 0
     kind: gl.constexpr = y.dtype.element_ty
-    by_four_warps: gl.constexpr = SHIFT > 0 and ROWS >= _BY_FOUR_WARPS
-    layout: gl.constexpr = _layout_of_sums(ROWS, by_four_warps)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     is_pair = pair >= 0
     within = gl.arange(0, _GROUP, layout=gl.SliceLayout(0, of_rows))
     x = x + (gl.where(is_pair, pair // CHOSEN, 0) * inputs)[:, None] + within[None, :]
     first = expert * tiles * groups
-    words = point_at_words(words + first * _WORDS, features, tiles, groups, is_gated)
-    scales = point_at_scales(scales + first * PARTS * _TILE, features, tiles, groups, is_gated, PARTS, SHIFT)
-    rows: gl.constexpr = _layout_of_values(ROWS, kind, by_four_warps)
+    words = point_at_words(words + first * _WORDS, part, features, tiles, groups, is_gated, 1)
+    scales = point_at_scales(scales + first * PARTS * _TILE, part, features, tiles, groups, is_gated, PARTS, SHIFT, 1)
     held = (
         gl.allocate_shared_memory(gl.int32, [STEPS * STEP, LINE, LINE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
         gl.allocate_shared_memory(gl.int32, [STEPS * STEP * PARTS, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(kind, [STEPS * STEP, ROWS, _GROUP], rows),
+        gl.allocate_shared_memory(kind, [STEPS * STEP, ROWS, _GROUP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
     )
     total = gl.zeros([_TILE, ROWS], gl.float32, layout=layout)
     # Those of STEPS - 1 are asked for, and then one's place is free again when the one behind it is waited for.
@@ -178,11 +152,9 @@ def _product_kernel(
         ask(held, (words, scales, x), is_pair, (left, inputs), step * STEP, STEP, PARTS, SHIFT)
         x, words, scales = x + STEP * _GROUP, words + STEP * _WORDS, scales + STEP * PARTS * _TILE
         left, inputs = left - STEP, inputs - STEP * _GROUP
-    added, of_feature = _read_ends(bias, factor, expert, features, layout, ADDS, SHIFT, is_gated)
+    added, of_feature = read_ends(bias, factor, expert, part, features, layout, ADDS, SHIFT, is_gated, 1)
     for _ in range(0, groups, STEP):
         async_copy.wait_group(STEPS - 2)
-        if by_four_warps:
-            fence_async_shared()
         for group in gl.static_range(STEP):
             own_words, own_scales = take_words(held, slot + group), take_scales(held, (slot + group) * PARTS, PARTS)
             values = held[2].index(slot + group)
@@ -196,42 +168,7 @@ def _product_kernel(
     async_copy.wait_group(0)
     added = added.to(gl.float32)[:, None].broadcast_to(total.shape)
     total = total + added if SHIFT == 0 else gl.fma(total, of_feature[:, None].broadcast_to(total.shape), added)
-    _store(total.to(kind), y, pairs, features, GATE, LIMIT)
-
-
-@gluon.jit
-def _read_ends(
-    bias, factor, expert, features, LAYOUT: gl.constexpr, ADDS: gl.constexpr, SHIFT: gl.constexpr, GATED: gl.constexpr
-):
-    """What is added to sums of a program's features, and what numbers with an exponent are multiplied by before: [64]
-    each. Read in front of the sums, so that nothing waits for it behind them."""
-    place: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    own, feature = feature_of(gl.arange(0, _TILE, layout=place), features, GATED)
-    of_weight = features * 2 if GATED else features
-    added = gl.zeros([_TILE], gl.float32, layout=place)
-    of_feature = added
-    if ADDS:
-        added = gl.load(bias + expert * of_weight + feature, mask=own < features, other=0.0)
-    if SHIFT > 0:
-        of_feature = gl.load(factor + expert * of_weight + feature, mask=own < features, other=0.0)
-    return added, of_feature
-
-
-@gluon.jit
-def _store(made, y, pairs, features, GATE: gl.constexpr, LIMIT: gl.constexpr):
-    """Write what comes of a program's features [64, rows], rounded. A thread has a gate and its factor."""
-    rows: gl.constexpr = made.shape[1]
-    if GATE >= 0:
-        gate, times = gl.split(made.reshape([4, 2, 8, rows]).permute((0, 2, 3, 1)).reshape([_TILE // 2, rows, 2]))
-        made = _gated(gate.to(gl.float32), times.to(gl.float32), y.dtype.element_ty, GATE, LIMIT)
-    layout: gl.constexpr = made.type.layout
-    index = gl.arange(0, made.shape[0], layout=gl.SliceLayout(1, layout))
-    if GATE >= 0:
-        index = index // 8 * 16 + index % 8
-    feature, _ = feature_of(index, features, GATE >= 0)
-    pair = gl.load(pairs + gl.program_id(0) * rows + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))).to(gl.int64)
-    place = y + pair[None, :] * features + feature[:, None]
-    gl.store(place, made, mask=(pair >= 0)[None, :] & (feature < features)[:, None])
+    store(total.to(kind), y, pairs, part, features, GATE, LIMIT, 1)
 
 
 def streamed_product(
@@ -245,25 +182,31 @@ def streamed_product(
     *,
     asks_ahead: bool = False,
 ) -> torch.Tensor:
-    """Compute `general_product`, of rows that begin at multiples of 16 bytes in tiles of 8, 16, 32 or 64; numbers with
-    an exponent in tiles of 128, too, and times bfloat16 alone. With a gate the first half of the features is activated
-    and multiplied with the second, as `activate_and_multiply` does: [pairs, features / 2]; half is a multiple of 16.
-    Without a gate it may ask ahead, as PlainProduct does."""
+    """Compute `general_product`, of rows that begin at multiples of 16 bytes in tiles of 8, 16 or 32, of whole numbers
+    also of 64; numbers with an exponent in tiles of 128, too, and times bfloat16 alone. With a gate the first half of
+    the features is activated and multiplied with the second, as `activate_and_multiply` does: [pairs, features / 2];
+    half is a multiple of 16. Without a gate it may ask ahead, as PlainProduct does."""
     words, size, rows = weight.tensors["words"], group_size(weight), tiles.rows
     form = FORMS[size] if "blocks" in weight.tensors else None
     scales = weight.tensors["scales"] if form is None else weight.tensors["blocks"].view(torch.int32)
     features = weight.features if gate is None else weight.features // 2
     made = x.new_empty((num_pairs, features))
+    tensors = (x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made)
+    kinds: dict[str, Any] = {
+        "CHOSEN": each, "ROWS": rows, "PARTS": GROUP // size if form is None else GROUP // size // 4,
+        "SHIFT": 0 if form is None else form.shift, "OFFSET": 0 if form is None else form.offset,
+        "ADDS": bias is not None, "GATE": -1 if gate is None else GATES[gate.activation],
+        "LIMIT": math.inf if gate is None else gate.limit, **early_launch.early(x),
+    }  # fmt: skip
+    if rows == MANY_ROWS:
+        multiply_many(tensors, tiles, features, weight.inputs, kinds)
+        return made
     programs = words.shape[1] if gate is None else 2 * -(-features // TILE)
     depth = _depth(rows, len(tiles.experts) * programs, words.shape[2], words.device)
-    _product_kernel[(len(tiles.experts), programs)](
-        x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
-        features, weight.inputs, words.shape[1], words.shape[2], len(words),
-        CHOSEN=each, ROWS=rows, STEP=depth.groups, STEPS=depth.steps,
-        PARTS=GROUP // size if form is None else GROUP // size // 4,
-        SHIFT=0 if form is None else form.shift, OFFSET=0 if form is None else form.offset, ADDS=bias is not None,
-        GATE=-1 if gate is None else GATES[gate.activation], LIMIT=math.inf if gate is None else gate.limit,
-        LINES=_LINES if asks_ahead and num_pairs <= FEW_PAIRS else 0, num_warps=4, **early_launch.early(x),
+    _product_kernel[grid_of(tiles, programs)](
+        *tensors, *tiles, features, weight.inputs, words.shape[1], words.shape[2], len(words),
+        STEP=depth.groups, STEPS=depth.steps, LINES=_LINES if asks_ahead and num_pairs <= FEW_PAIRS else 0,
+        num_warps=4, **kinds,
     )  # fmt: skip
     return made
 

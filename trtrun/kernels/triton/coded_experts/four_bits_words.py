@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from trtrun.kernels.torch.integers import GROUP, TILE
+from trtrun.kernels.triton.coded_experts.four_bits_features import feature_of
 from trtrun.kernels.triton.gluon_names import load_to_shared
 from trtrun.kernels.triton.int4_stream.words import LINE, as_operand, split_words
 
@@ -22,16 +23,19 @@ _TILE, _GROUP, _WORDS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(TI
 
 
 @gluon.constexpr_function
-def _layout_of_words():
-    """Layout of [32, 32] words: each has the thread that has its weights."""
-    lanes, warps = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0]], lanes, warps, [], [LINE.value, LINE.value])
+def _layout_of_words(tiles):
+    """Layout of [32 * tiles, 32] words, each tile's of four warps: each word has the thread that has its weights."""
+    lanes, warps = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0], [32, 0]]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [16, 0]], lanes, warps[: tiles + 1], [], [LINE.value * tiles, LINE.value]
+    )
 
 
 @gluon.constexpr_function
-def _layout_of_features():
-    """Layout of [64] features, as the matrix units take them."""
-    return gl.DistributedLinearLayout([[8]], [[0], [0], [1], [2], [4]], [[16], [32]], [], [_TILE.value])
+def _layout_of_features(tiles):
+    """Layout of [64 * tiles] features, as the matrix units take them."""
+    warps = [[16], [32], [64]]
+    return gl.DistributedLinearLayout([[8]], [[0], [0], [1], [2], [4]], warps[: tiles + 1], [], [_TILE.value * tiles])
 
 
 @gluon.constexpr_function
@@ -59,18 +63,18 @@ def _take_scale(place, shift, offset):
 
 @gluon.jit
 def _scale_of(words, block, PLACE: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr):
-    """Scales of a block, of the words of a group, for pairs of numbers [64, 8]."""
+    """Scales of a block, of the words of a group, for pairs of numbers [features, 8]."""
     word = gl.convert_layout(words[block // 4], gl.SliceLayout(1, PLACE))
     pairs = gl.inline_asm_elementwise(
         _take_scale(block % 4, SHIFT, OFFSET), "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1
     )
-    return pairs.expand_dims(1).broadcast_to([_TILE, 8])
+    return pairs.expand_dims(1).broadcast_to([pairs.shape[0], 8])
 
 
 @gluon.jit
 def _two(words, scales, FIRST: gl.constexpr, SLICE: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr):
     """Pairs of numbers for the SLICE-th 16 inputs of a group and those behind, which are the FIRST-th codes and the
-    next of words: [64, 8, 2]."""
+    next of words: [features, 8, 2]."""
     place: gl.constexpr = words.type.layout
     blocks: gl.constexpr = len(scales) * 4
     of_one = _scale_of(scales, SLICE * blocks // 8, place, SHIFT, OFFSET)
@@ -84,50 +88,44 @@ def _two(words, scales, FIRST: gl.constexpr, SLICE: gl.constexpr, SHIFT: gl.cons
 
 @gluon.jit
 def widen_fp4(words, scales, OPERAND: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr):
-    """Words of a group and the words of its scales → numbers times scales [64, 128], as the matrix units take them."""
+    """Words of a group and the words of its scales → numbers times scales [features, 128], as the matrix units take
+    them."""
     low, high = split_words(words)
     first, second = _two(low, scales, 0, 0, SHIFT, OFFSET), _two(low, scales, 2, 2, SHIFT, OFFSET)
     third, fourth = _two(high, scales, 0, 4, SHIFT, OFFSET), _two(high, scales, 2, 6, SHIFT, OFFSET)
     pairs = gl.join(gl.join(first, second), gl.join(third, fourth)).permute((0, 4, 3, 2, 1))
-    return as_operand(pairs.reshape([_TILE, 64]), OPERAND, gl.bfloat16)
+    return as_operand(pairs.reshape([low.shape[0], 64]), OPERAND, gl.bfloat16)
 
 
 @gluon.jit
-def feature_of(index, features, GATED: gl.constexpr):
-    """Features of y that a program has, by their `index` among its 64 of the weight, and features of the weight. With
-    gates those whose index has bit 3 are factors, which lie as many as `features` behind their gates."""
-    if GATED:
-        own = gl.program_id(1) // 2 * _TILE + index // 16 * 16 + gl.program_id(1) % 2 * 8 + index % 8
-        return own, own + index // 8 % 2 * features
-    else:
-        own = gl.program_id(1) * _TILE + index
-        return own, own
-
-
-@gluon.jit
-def _source_of(index, features, tiles, GATED: gl.constexpr):
+def _source_of(index, part, features, tiles, GATED: gl.constexpr, TILES: gl.constexpr):
     """The tile of the weight in which features are read, and which of its 64 they are."""
-    _, feature = feature_of(index, features, GATED)
+    _, feature = feature_of(index, part, features, GATED, TILES)
     # Behind the last tile there is nothing, and nobody asks for what comes of it.
     return gl.where(feature < tiles * _TILE, feature // _TILE, 0), feature % _TILE
 
 
 @gluon.jit
-def point_at_words(words, features, tiles, groups, GATED: gl.constexpr):
-    """Where the first group's words that a thread copies are, [32, 32], of an expert's: see integers.words_shape."""
-    layout: gl.constexpr = _layout_of_words()
-    line = gl.arange(0, LINE, layout=gl.SliceLayout(1, layout))
+def point_at_words(words, part, features, tiles, groups, GATED: gl.constexpr, TILES: gl.constexpr):
+    """Where the first group's words that a thread copies are, [32 * TILES, 32], of an expert's: see
+    integers.words_shape."""
+    layout: gl.constexpr = _layout_of_words(TILES)
+    line = gl.arange(0, LINE * TILES, layout=gl.SliceLayout(1, layout))
     within = gl.arange(0, LINE, layout=gl.SliceLayout(0, layout))
-    tile, feature = _source_of(line // 4 % 4 * 16 + line // 16 * 8 + line % 4 * 2, features, tiles, GATED)
+    index = line // 32 * _TILE + line // 4 % 4 * 16 + line // 16 % 2 * 8 + line % 4 * 2
+    tile, feature = _source_of(index, part, features, tiles, GATED, TILES)
     own_line = feature // 8 % 2 * 16 + feature // 16 * 4 + feature % 8 // 2
     return words + (tile * groups * _WORDS + own_line * LINE)[:, None] + within[None, :]
 
 
 @gluon.jit
-def point_at_scales(scales, features, tiles, groups, GATED: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr):
-    """Where the first group's scales that a thread copies are, [64], of an expert's."""
-    index = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    tile, feature = _source_of(index, features, tiles, GATED)
+def point_at_scales(
+    scales, part, features, tiles, groups, GATED: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr,
+    TILES: gl.constexpr,
+):  # fmt: skip
+    """Where the first group's scales that a thread copies are, [64 * TILES], of an expert's."""
+    index = gl.arange(0, _TILE * TILES, layout=gl.BlockedLayout([1], [32], [4 * TILES], [0]))
+    tile, feature = _source_of(index, part, features, tiles, GATED, TILES)
     stride: gl.constexpr = 1 if SHIFT == 0 else PARTS
     return scales + tile * groups * PARTS * _TILE + feature * stride
 
@@ -141,9 +139,9 @@ def ask(held, sources, is_pair, left, slot, STEP: gl.constexpr, PARTS: gl.conste
     groups, inputs = left
     for group in gl.static_range(STEP):
         place = slot + group
-        known = gl.full([LINE, LINE], groups > group, gl.int1, layout=words.type.layout)
+        known = gl.full(words.shape, groups > group, gl.int1, layout=words.type.layout)
         load_to_shared(held_words.index(place), words + group * _WORDS, mask=known)
-        known = gl.full([_TILE], groups > group, gl.int1, layout=scales.type.layout)
+        known = gl.full(scales.shape, groups > group, gl.int1, layout=scales.type.layout)
         for part in gl.static_range(PARTS):
             # Of whole numbers they lie part by part.
             at = group * PARTS * _TILE + (part * _TILE if SHIFT == 0 else part)
@@ -157,14 +155,14 @@ def ask(held, sources, is_pair, left, slot, STEP: gl.constexpr, PARTS: gl.conste
 @gluon.jit
 def take_words(held, place):
     """Words of a group, each by the thread that has its weights."""
-    return held[0].index(place).load(_layout_of_words())
+    return held[0].index(place).load(_layout_of_words(held[0].shape[1] // LINE))
 
 
 @gluon.jit
 def take_scales(held, first, COUNT: gl.constexpr):
-    """COUNT parts of scales from the `first` on, [64] each."""
+    """COUNT parts of scales from the `first` on, [features] each."""
     if COUNT > 1:
         half: gl.constexpr = COUNT // 2
         return take_scales(held, first, half) + take_scales(held, first + half, half)
     else:
-        return (held[1].index(first).load(_layout_of_features()),)
+        return (held[1].index(first).load(_layout_of_features(held[1].shape[1] // _TILE)),)

@@ -110,10 +110,12 @@ def read_words(words):
 
 @gluon.jit
 def split_words(words):
-    """Words for 128 inputs, as read: those of the first 64 and of the others, [64, 8] each."""
-    # (feature bit 3, warp, feature bits 1 and 2, feature bit 0, pair bits 0 and 1, pair bit 2, half)
-    bits = words.reshape([2, 4, 4, 2, 4, 2, 2])
-    return gl.split(bits.permute((1, 0, 2, 3, 5, 4, 6)).reshape([_TILE, 8, 2]))
+    """Words for 128 inputs, as read: those of the first 64 and of the others, [64, 8] each; of several tiles one behind
+    the other."""
+    tiles: gl.constexpr = words.shape[0] // LINE
+    # (tile, feature bit 3, warp, feature bits 1 and 2, feature bit 0, pair bits 0 and 1, pair bit 2, half)
+    bits = words.reshape([tiles, 2, 4, 4, 2, 4, 2, 2])
+    return gl.split(bits.permute((0, 2, 1, 3, 4, 6, 5, 7)).reshape([tiles * _TILE, 8, 2]))
 
 
 @gluon.jit
@@ -165,9 +167,9 @@ def _two(words, zero, KIND: gl.constexpr):
 
 @gluon.jit
 def as_operand(pairs, OPERAND: gl.constexpr, KIND: gl.constexpr):
-    """Pairs of numbers [64, n] → [64, 2 n]."""
+    """Pairs of numbers [features, n] → [features, 2 n]."""
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
-    numbers = gl.join(even, odd).reshape([_TILE, 2 * pairs.shape[1]]).to(KIND, bitcast=True)
+    numbers = gl.join(even, odd).reshape([pairs.shape[0], 2 * pairs.shape[1]]).to(KIND, bitcast=True)
     return gl.convert_layout(numbers, OPERAND)
