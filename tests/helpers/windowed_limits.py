@@ -16,5 +16,6 @@ def with_windows(plain: SchedulerLimits, window: int, chunk: int, most_rows: int
     fed_again = plain.most_unfed(plain.draft_len) - 1 if plain.has_draft_store else 0
     drafted = (plain.draft_len + 1) * (plain.plans_ahead + 1)
     most = min(window + fed_again + max(chunk, lacking + drafted), plain.max_seq_len + drafted)
-    rule = WindowRule(window, fed_again, chunk, -(-most // plain.block_size) + 1)
-    return replace(plain, windows=rule, most_chunk=chunk, num_places=1 + most_rows * rule.blocks_per_row)
+    blocks = -(-most // plain.block_size) + 1
+    rule = WindowRule(window, fed_again, chunk, blocks, blocks)
+    return replace(plain, windows=rule, most_chunk=chunk, num_places=1 + most_rows * blocks)

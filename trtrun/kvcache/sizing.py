@@ -63,10 +63,12 @@ class StoreSize(NamedTuple):
 
 
 class PlaceDemand(NamedTuple):
-    """How many rows need places in layers with windows, and how many places each at most."""
+    """How many rows need places in layers with windows, how many places one of them needs at most, and how many there
+    are for each of the others (see WindowRule)."""
 
     max_rows: int
     blocks_per_row: int
+    blocks_beside: int
 
     @property
     def least(self) -> StoreSize:
@@ -76,7 +78,7 @@ class PlaceDemand(NamedTuple):
     @property
     def most(self) -> StoreSize:
         """Places of all rows."""
-        return StoreSize(0, self.max_rows * self.blocks_per_row + NUM_NULL_BLOCKS)
+        return StoreSize(0, self.blocks_per_row + (self.max_rows - 1) * self.blocks_beside + NUM_NULL_BLOCKS)
 
 
 def useful_blocks(max_batch_size: int, max_seq_len: int, block_size: int, draft_len: int, plans_ahead: int) -> int:

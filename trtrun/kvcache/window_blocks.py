@@ -29,12 +29,16 @@ class WindowRule:
         fed_again: positions that an engine may feed once more of a prefix that another row has written.
         chunk: tokens of a prompt that a row reads in a round, at most.
         blocks_per_row: blocks of a row that have places at a time, at most.
+        blocks_beside: for how many blocks of each row beside that one there are places, where there is memory for all:
+            those of a shorter chunk, as a round reads no more than one long one. Rows may hold more while others hold
+            less.
     """
 
     window: int
     fed_again: int
     chunk: int
     blocks_per_row: int
+    blocks_beside: int
 
 
 class WindowBlocks(BlockPlaces):

@@ -29,7 +29,11 @@ MOST_GUESSES_WITH_PROBABILITIES = 32
 weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
 
 _LEAST_CHUNK = 512
-"""Tokens of a prompt that are read at once, however short windows are."""
+"""Tokens of a prompt that are read at once, however short windows and texts are."""
+
+_CHUNK_SHARE = 4
+"""What part of a text a longer chunk may be: of short texts rows would else keep nearly all. A round's weights are read
+once for each chunk: those of a mixture's experts take as long as the products of some hundred tokens."""
 
 
 def window_rule(config: RuntimeConfig, models: JobModels) -> WindowRule | None:
@@ -49,12 +53,18 @@ def window_rule(config: RuntimeConfig, models: JobModels) -> WindowRule | None:
         in_parallel = models.mask_token is not None
         lacking = most_lacking(config.draft_len, drafts_in_parallel=in_parallel)
         fed_again = most_unfed(config.draft_len, drafts_in_parallel=in_parallel) - 1
-    chunk = min(max(_LEAST_CHUNK, window), config.scheduler.max_num_tokens)
-    blocks = -(-(window + fed_again + max(chunk, lacking + drafted)) // size) + 1
     stored = config.kv_cache.max_tokens
-    if blocks * size >= models.context or (stored is not None and blocks * size > stored):
+    longest = models.context if stored is None else min(models.context, stored)
+    most = config.scheduler.max_num_tokens
+    least = min(max(_LEAST_CHUNK, window), most)
+    chunk = min(max(least, longest // _CHUNK_SHARE), most)
+
+    def count(read: int) -> int:
+        return -(-(window + fed_again + max(read, lacking + drafted)) // size) + 1
+
+    if count(least) * size >= models.context or (stored is not None and count(least) * size > stored):
         return None  # a row is never longer
-    return WindowRule(window, fed_again, chunk, blocks)
+    return WindowRule(window, fed_again, chunk, count(chunk), count(least))
 
 
 def _shares_tables(config: RuntimeConfig, models: JobModels) -> bool:
@@ -73,7 +83,9 @@ def layers_in_places(config: RuntimeConfig, models: JobModels, role: str) -> tup
 def place_demand(config: RuntimeConfig, models: JobModels) -> PlaceDemand | None:
     """Places that rows need in layers with windows; None where these keep all."""
     rule = window_rule(config, models)
-    return None if rule is None else PlaceDemand(config.scheduler.max_batch_size, rule.blocks_per_row)
+    if rule is None:
+        return None
+    return PlaceDemand(config.scheduler.max_batch_size, rule.blocks_per_row, rule.blocks_beside)
 
 
 def describe_windows(config: RuntimeConfig, models: JobModels, role: str) -> str | None:

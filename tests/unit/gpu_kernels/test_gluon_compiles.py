@@ -97,3 +97,20 @@ prompts, without sinks and with."""
 def test_all_kernels_compile(tmp_path: Path) -> None:
     line = last_line(COMPILE, tmp_path)
     assert json.loads(line) == [KERNELS, len(KERNELS)]
+
+
+def test_why_a_kernel_does_not_compile_is_told_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """What is wrong in the function behind the last call, not where the first one is."""
+    from trtrun.kernels.triton.gluon_works import has_same_bits
+
+    def compare() -> bool:
+        try:
+            raise AttributeError("'SliceLayout' has no attribute")
+        except AttributeError as error:
+            wrong = ValueError("at 3:14:\n    nothing = zeros()\n    ^\nAttributeError()")
+            wrong.__cause__ = error
+            raise ValueError("at 37:4:\n    start()\n    ^") from wrong
+
+    assert not has_same_bits("attention", compare)
+    (said,) = caplog.messages
+    assert said == "The faster attention is not used here (AttributeError: 'SliceLayout' has no attribute)"

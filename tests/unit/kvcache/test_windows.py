@@ -171,12 +171,13 @@ def test_rows_of_32_000_tokens_hold_the_window_a_chunk_and_a_draft(tmp_path: Pat
     """Places are counted in each round, and `trtrun plan` says how many there are, at most."""
     config = long_job(tmp_path, kv_cache={"max_tokens": 65536})
     rule = window_rule(config, JobSpec(config).models)
-    assert rule is not None and (rule.window, rule.chunk) == (1024, 1024)
-    most = 1024 + 1024 + 2 * 9 + 2 * 16
-    assert rule.blocks_per_row * 16 <= most
+    assert rule is not None and (rule.window, rule.chunk) == (1024, 2048)
+    most = 1024 + 2048 + 2 * 9 + 2 * 16
+    assert rule.blocks_per_row * 16 <= most and rule.blocks_beside * 16 <= most - 1024
+    num_places = rule.blocks_per_row + 3 * rule.blocks_beside
     limits = SchedulerLimits(
         *(4, config.scheduler.max_num_tokens, 32768, None, 8, 16, 9000),
-        plans_ahead=0, most_chunk=rule.chunk, windows=rule, num_places=1 + 4 * rule.blocks_per_row,
+        plans_ahead=0, most_chunk=rule.chunk, windows=rule, num_places=1 + num_places,
     )  # fmt: skip
     scheduler, held = Scheduler(limits), []
     prompts = [prompt_of(32000), prompt_of(32000, seed=1), prompt_of(32000)]
@@ -185,16 +186,29 @@ def test_rows_of_32_000_tokens_hold_the_window_a_chunk_and_a_draft(tmp_path: Pat
     while (plan := scheduler.schedule()) is not None:
         held += [len(running.table.placed) for running in scheduler._batch.requests]
         scheduler.commit(plan, [1] * len(plan.sampled_rows), [[7]] * len(plan.sampled_rows))
-    assert 2 * 1024 <= 16 * max(held) <= most
+    assert 3 * 1024 <= 16 * max(held) <= most
     assert scheduler.idle_is_whole()
     text = io.StringIO()
     with redirect_stdout(text):
         print_plan(make_plan(Job(config, ())), as_json=False)
     said, kept = " ".join(text.getvalue().split()), rule.blocks_per_row * 16
     assert (
-        f"layers have windows, and hold at most {kept} tokens of each row; prompts are read in chunks of 1024" in said
+        f"layers have windows, and hold at most {kept} tokens of each row; prompts are read in chunks of 2048" in said
     )
-    assert f"layers with windows hold {4 * kept} tokens of all rows together" in said
+    assert f"layers with windows hold {16 * num_places} tokens of all rows together" in said
+
+
+@pytest.mark.parametrize(
+    ("positions", "window", "chunk"), [(32768, 128, 2048), (4096, 128, 1024), (2048, 64, 512), (8192, 4096, 2048)]
+)
+def test_a_chunk_is_a_round_or_a_part_of_the_longest_text(
+    tmp_path: Path, positions: int, window: int, chunk: int
+) -> None:
+    """The longer it is, the less often weights are read for a prompt; of short texts rows would keep nearly all."""
+    target = write_family(tmp_path / "m", "gemma3_text", sliding_window=window, max_position_embeddings=positions)
+    config = configuration(target, None, kv_cache={"max_tokens": 65536}, scheduler={"max_batch_size": 4})
+    rule = window_rule(config, JobSpec(config).models)
+    assert rule is not None and rule.chunk == chunk
 
 
 def test_memory_is_shared_between_blocks_and_places(tmp_path: Path) -> None:
@@ -212,7 +226,7 @@ def test_memory_is_shared_between_blocks_and_places(tmp_path: Path) -> None:
         return memory.count_blocks(0, beside + 2 * num_bytes, "rank 0")
 
     blocks, places = count(12 * of_row)
-    assert places == 4 * rule.blocks_per_row + 1 < blocks
+    assert places == rule.blocks_per_row + 3 * rule.blocks_beside + 1 < blocks
     blocks, places = count(4 * of_row)
     assert places == 2 * (rule.blocks_per_row + 1) and places * 3 // 2 - 1 <= blocks <= places * 3 // 2
     blocks, places = count(1000 * of_row)

@@ -33,6 +33,15 @@ def has_same_bits(what: str, compare: Callable[[], bool]) -> bool:
             return True
         reason = "its bits differ from those of the other kernel"
     except Exception as error:  # import, compiler, driver: whatever it is, there is another kernel
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = _reason(error)
     _logger.warning("The faster %s is not used here (%s)", what, reason)
     return False
+
+
+def _reason(error: BaseException) -> str:
+    """Why, in a line. Triton's compiler says of each function where it called the next one, and what is wrong behind
+    the last."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1] if lines[0].startswith('at ') else lines[0]}"

@@ -103,7 +103,8 @@ def add_share(all_peak, all_total, all_gathered, peak, total, gathered):
 @gluon.jit
 def add_sinks(peak, total, gathered, sinks):
     """Totals and sums of values behind the last share, with the sinks of their heads, as `merge_sinks` has them."""
-    nothing = gl.zeros(sinks.shape, gl.float32, layout=sinks.type.layout)
+    layout: gl.constexpr = sinks.type.layout
+    nothing = gl.zeros(sinks.shape, gl.float32, layout=layout)
     stretched = gl.fma(sinks, nothing + 1.4426950408889634, nothing)  # log2(e)
     of_sinks = gl.ceil(stretched)
     weights = gl.exp2(stretched - gl.where(of_sinks == float("-inf"), 0.0, of_sinks))
