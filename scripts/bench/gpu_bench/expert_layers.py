@@ -24,7 +24,7 @@ import torch
 
 from trtrun.kernels.torch import fp4, integers
 from trtrun.kernels.torch.experts import Choice, ExpertCodes, ExpertWeights, choose_experts
-from trtrun.kernels.triton.coded_experts import four_bits
+from trtrun.kernels.triton.coded_experts.coded_experts import FourBitProduct
 from trtrun.kernels.triton.coded_experts.suitability import random_weight, streams
 from trtrun.kernels.triton.operations import TritonOperations
 
@@ -122,7 +122,7 @@ def main() -> None:
             for rows in map(int, named[2] or ROWS):
                 found = {"shape": name, "form": form, **measure(shape, ExpertWeights(gate_up, down), rows)}
                 if isinstance(gate_up, ExpertCodes) and "words" in gate_up.tensors:
-                    height = four_bits.tile_rows(rows * shape.chosen, shape.experts)
+                    height = FourBitProduct(gate_up, None).tile_rows(rows * shape.chosen, torch.bfloat16)
                     found |= {"tile": height, "streams": streams(gate_up, torch.bfloat16, height, False)}
                 results.append(found)
                 print(f"{time.perf_counter() - started:6.1f} s {json.dumps(found)}", flush=True)
