@@ -72,9 +72,10 @@ def play_mtp_apart(bench: Workbench, apart: Placement) -> None:
 def _take_turns(bench: Workbench, configs: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
     """Reports of jobs by their names, as many of each as there are turns."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in configs}
-    for _ in range(bench.options.scale.turns):
+    turns = bench.options.scale.turns
+    repeats = ("--repeats", REPEATS_A_TURN) if turns > 1 else ()
+    for _ in range(turns):
         for name, config in configs.items():
-            repeats = ("--repeats", REPEATS_A_TURN)
             found[name] += bench.bench_together([config], bench.options.scale.rows, *repeats, traced=True)
     return found
 

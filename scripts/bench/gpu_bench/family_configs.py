@@ -120,13 +120,14 @@ GEMMA4: dict[str, Any] = {
 }
 
 TINY_STATES = STATES | {
+    "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
 TINY_STATES_AND_EXPERTS = STATES_AND_EXPERTS | {
-    **{name: TINY_STATES[name] for name in TINY_STATES if name.startswith("linear_")},
+    **{name: TINY_STATES[name] for name in TINY_STATES if name.startswith(("linear_", "full_"))},
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,

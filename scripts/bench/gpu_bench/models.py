@@ -148,20 +148,20 @@ SHAPES = {
     "gpt-oss-20b-draft": Shape(2880, 2880, 4, 64, 8, 201088, head_size=64, says=GPT_OSS | {"num_local_experts": 32}),
     "gemma3": Shape(3840, 15360, 12, 16, 8, 262144, head_size=256, says=GEMMA3),
     "gemma4": Shape(2816, 2112, 12, 16, 8, 262144, head_size=256, says=GEMMA4),
-    "tiny-experts": Shape(128, 256, 8, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
+    "tiny-experts": Shape(128, 256, 4, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
     "8b-repeating": Shape(4096, 14336, 32, 32, 8, repeats=True),
     "1b-repeating": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True, repeats=True),
-    "tiny-repeating": Shape(128, 256, 8, 8, 8, 1003, "float32", repeats=True),
+    "tiny-repeating": Shape(128, 256, 4, 8, 8, 1003, "float32", repeats=True),
     "tiny-draft-repeating": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True, repeats=True),
-    "tiny": Shape(128, 256, 8, 8, 8, 1003, "float32"),
-    "tiny-int4": Shape(128, 256, 8, 8, 8, 1003, "float32", quantized=True),
+    "tiny": Shape(128, 256, 4, 8, 8, 1003, "float32"),
+    "tiny-int4": Shape(128, 256, 4, 8, 8, 1003, "float32", quantized=True),
     "tiny-draft": Shape(128, 256, 2, 8, 8, 1003, "float32"),
     "tiny-parallel": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True),
-    "tiny-states": Shape(128, 256, 8, 4, 2, 1003, "float32", head_size=32, says=TINY_STATES),
-    "tiny-states-experts": Shape(128, 64, 8, 4, 2, 1003, "float32", head_size=32, says=TINY_STATES_AND_EXPERTS),
-    "tiny-gpt-oss": Shape(128, 128, 8, 4, 2, 1003, head_size=32, says=TINY_GPT_OSS),
-    "tiny-latents": Shape(128, 256, 8, 4, 4, 1003, "float32", says=TINY_LATENTS),
-    "tiny-gemma3": Shape(128, 256, 8, 4, 2, 1003, "float32", head_size=16, says=TINY_GEMMA3),
+    "tiny-states": Shape(128, 256, 4, 4, 2, 1003, "float32", head_size=32, says=TINY_STATES),
+    "tiny-states-experts": Shape(128, 64, 4, 4, 2, 1003, "float32", head_size=32, says=TINY_STATES_AND_EXPERTS),
+    "tiny-gpt-oss": Shape(128, 128, 4, 4, 2, 1003, head_size=32, says=TINY_GPT_OSS),
+    "tiny-latents": Shape(128, 256, 4, 4, 4, 1003, "float32", says=TINY_LATENTS),
+    "tiny-gemma3": Shape(128, 256, 4, 4, 2, 1003, "float32", head_size=16, says=TINY_GEMMA3),
     "tiny-gemma4": Shape(128, 256, 8, 4, 2, 1003, "float32", head_size=16, says=TINY_GEMMA4),
 }
 SHAPES |= {
@@ -171,7 +171,7 @@ SHAPES |= {
 SHAPES |= {
     f"{name}-draft": replace(SHAPES[name], layers=layers)
     for name, layers in (
-        ("gemma3", 6), ("gemma4", 6), ("tiny-experts", 2), ("tiny-states", 4), ("tiny-states-experts", 4),
+        ("gemma3", 6), ("gemma4", 6), ("tiny-experts", 2), ("tiny-states", 2), ("tiny-states-experts", 2),
         ("tiny-gpt-oss", 2), ("tiny-latents", 2), ("tiny-gemma3", 2), ("tiny-gemma4", 6),
     )
 }  # fmt: skip

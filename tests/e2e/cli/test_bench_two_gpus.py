@@ -1,6 +1,7 @@
 """The parts of scripts/bench/bench_gpu.py that a host of two devices alone has, with tiny models on CPU slots.
 
-All run here. What only GPUs show: kernels (operations of torch stand for them), graphs, sums over peer memory, ratios.
+All run here, but for jobs of pairs that differ from others in their models alone: of those it is seen that the models
+can be cut so. What only GPUs show: kernels (operations of torch stand for them), graphs, sums over peer memory, ratios.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,26 @@ from forked_bench import fork_commands
 from forked_commands import ForkedCommands
 
 sys.path.append(str(ROOT))
+from launch.jobs.placement.memory import JobMemory
 from scripts.bench.gpu_bench import served_loss
 from scripts.bench.gpu_bench.cut_parts import TEXT_PAIRS, check_texts
 from scripts.bench.gpu_bench.models import PAIRS, SHAPES
 from scripts.bench.gpu_bench.two_devices import list_two_device_parts
 from scripts.bench.gpu_bench.workbench import Options, Workbench
 from scripts.harness.children import ChildError
+from trtrun.configuration.config import load_config
+from trtrun.start.job_spec import JobSpec
 
-CUTS = ("tp2:8b", "tp2:30b-a3b", "tp2:gpt-oss-120b", "tp2:27b-states")
-TOGETHER = (*CUTS, "kernels", "exchange", "texts", "mtp-apart", "ahead", "starts")
+CUTS = {"tp2:8b": 2, "tp2:gpt-oss-120b": 3, "tp2:27b-states": 2}
+"""Parts that do what `tp2:30b-a3b` does with other models, and how many ways each has."""
+TOGETHER = ("tp2:30b-a3b", "kernels", "exchange", "texts", "mtp-apart", "ahead", "starts")
 KILLED = ("kill-served:target", "kill-served:draft", "kill-served:standby")
 ROWS = ("1", "2")
 
 
 def test_no_part_is_left_out_here_or_takes_nine_minutes() -> None:
     parts = {part.name: part for part in list_two_device_parts()}
-    assert sorted(parts) == sorted((*TOGETHER, *KILLED))
+    assert sorted(parts) == sorted((*CUTS, *TOGETHER, *KILLED))
     assert all(part.seconds <= 500 and not part.is_usual for part in parts.values())
 
 
@@ -75,6 +81,32 @@ def test_all_parts_of_two_devices(bench: Run, tmp_path: Path) -> None:
     assert [(row["pair"], row["caches"]) for row in rows] == [
         ("8b-shaped", caches) for caches in ("cold", "warm", "by warm-up")
     ]
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_jobs_of_other_pairs_can_be_cut_so(name: str, tmp_path: Path) -> None:
+    """bench() is played: of each job it is reckoned what its ranks hold, which reads models and cuts them. Jobs of two
+    of these pairs run in `texts` and `starts`; layers of gpt-oss are cut both ways in tests of its family."""
+    asked: list[tuple[list[str], int, bool]] = []
+    case = {"tokens_per_s_runs": [1.0], "time_per_output_token_ms": 1.0, "mean_acceptance_length": 2.0}
+
+    class Planned(Workbench):
+        def bench(self, config: Path, rows: Any, *extra: object, variables: Any = None) -> dict[str, Any]:
+            words = [str(word) for word in extra]
+            sets = [word for before, word in pairwise(words) if before == "--set"]
+            memory = JobMemory.read(JobSpec(load_config(config, sets)))
+            held = [memory.shard_bytes(slot.rank) for slot in memory.topology.slots]
+            assert all(drafts > 0 and verifies > 0 for drafts, verifies in held)
+            asked.append((sets, len(held), "--exact" in words))
+            return {"start_s": 1.0, "memory": [], "results": [{"plain": case, "speculative": case} for _ in rows]}
+
+    bench = Planned(Options("cpu", 2), tmp_path, deadline=0.0)
+    {part.name: part for part in list_two_device_parts()}[name].play(bench)
+    whole = ["target.expert_parallel=true", "draft.expert_parallel=true"]
+    ways = [([], 1, False), ([], 2, True), (whole, 2, True)]
+    assert asked == ways[: CUTS[name]]
+    _, table = bench.tables
+    assert [row[0] for row in table.rows] == [count for count in ROWS for _ in asked]
 
 
 @pytest.mark.parametrize("failing", [0, 2])

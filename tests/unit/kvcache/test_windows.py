@@ -60,10 +60,10 @@ def test_texts_are_those_of_layers_that_keep_all(tmp_path: Path, kind: dict[str,
     make = write_family if "model_type" in kind else make_checkpoint
     target = make(tmp_path / "target", seed=1, dtype=torch.bfloat16, **kind)  # type: ignore[operator]
     draft = noisy_copy(tmp_path / "draft", target, 0.02)
-    longest = prompt_of(500, seed=500)
-    prompts = [prompt_of(3), longest, prompt_of(130), longest[:450], prompt_of(60), prompt_of(47), longest]
+    longest = prompt_of(300, seed=500)
+    prompts = [prompt_of(3), longest, prompt_of(130), longest[:250], prompt_of(60), prompt_of(47), longest]
     sampling = [
-        SamplingParams(max_tokens=60, ignore_eos=True, seed=index, temperature=0.8 * (index % 2)) for index in range(7)
+        SamplingParams(max_tokens=30, ignore_eos=True, seed=index, temperature=0.8 * (index % 2)) for index in range(7)
     ]
     texts, preempted, accepted, cached = [], 0, 0, []
     in_places = {**KEEPS_ALL, "max_num_tokens": 96}
@@ -74,7 +74,7 @@ def test_texts_are_those_of_layers_that_keep_all(tmp_path: Path, kind: dict[str,
         (in_places, True, draft, CHAIN),
         (in_places, True, None, TREE),
     ):
-        cache = {"max_tokens": 600, "block_size": 4, "enable_block_reuse": reuses, "dtype": name}
+        cache = {"max_tokens": 360, "block_size": 4, "enable_block_reuse": reuses, "dtype": name}
         settings: dict[str, Any] = {"scheduler": scheduler, "kv_cache": cache}
         assert has_rule(configuration(target, model, speculation=speculation, **settings)) is (scheduler is in_places)
         with make_llm(target, model, speculation=speculation, **settings) as llm:
