@@ -220,7 +220,7 @@ def check_tilings(
 
     def attend(sinks: torch.Tensor | None, tile: int, is_split: bool) -> torch.Tensor:
         output, places = torch.zeros_like(query), positions.to(device)
-        _attend_rows(query, store, tables, places, 0.2, window, 256, output, tile, is_split, sinks=sinks)
+        _attend_rows(query, store, tables, places, 0.2, window, output, tile, is_split, sinks=sinks)
         return output[real]
 
     for sinks in (None, torch.arange(heads, device=device).float()):

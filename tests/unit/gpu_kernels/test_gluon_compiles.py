@@ -67,7 +67,7 @@ def prompts():
     store = torch.zeros((2, 8, 2, 16, 64), dtype=torch.bfloat16)
     whole = torch.zeros((1, 8), dtype=torch.int64), torch.zeros((1, 64), dtype=torch.int64)
     for sinks in (None, torch.zeros(8)):
-        prompt_attention.attend(query, store, *whole, 0.1, 1 << 30, 256, torch.empty_like(query), sinks=sinks)
+        prompt_attention.attend(query, store, *whole, 0.1, 1 << 30, torch.empty_like(query), sinks=sinks)
 
 asked: list[Any] = []
 with collecting(asked.append):

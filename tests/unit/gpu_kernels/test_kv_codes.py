@@ -128,7 +128,7 @@ def test_attention_over_codes_has_the_same_bits_however_it_is_dealt_out(
     for tile, is_split in product((16, 32, 64, 128) if HAS_GPU else (16, 128), (False, True)):
         if tile < 128 or not is_split:
             output = results[tile, is_split] = torch.empty_like(query)
-            _attend_rows(query, layer, tables, positions, 0.2, 1 << 30, 256, output, tile, is_split, kept, sinks=sinks)
+            _attend_rows(query, layer, tables, positions, 0.2, 1 << 30, output, tile, is_split, kept, sinks=sinks)
     assert results[128, False].isfinite().all()
     assert [way for way, output in results.items() if not torch.equal(output, results[128, False])] == []
 

@@ -9,7 +9,6 @@ import torch
 from gpus import needs_hopper
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
-SHARE = 256
 
 
 class Prompts:
@@ -62,7 +61,7 @@ class Prompts:
 
         found, expected = (torch.full_like(self.query, 7.0) for _ in range(2))
         for kernel, output in ((attend, found), (_attend_rows, expected)):
-            kernel(self.query, self.store, self.tables, self.positions, 0.09, window, SHARE, output, sinks=sinks)
+            kernel(self.query, self.store, self.tables, self.positions, 0.09, window, output, sinks=sinks)
         real = self.positions.flatten() >= 0
         assert expected[real].isfinite().all()
         assert torch.equal(found[real], expected[real])
@@ -117,7 +116,7 @@ def test_sinks(context: int, window: int) -> None:
     prompts = Prompts(context, heads=64, kv_heads=8, head_dim=64)
     sinks = torch.randn(64, device="cuda") * 3
     sinks[0], sinks[1] = 200.0, -200.0
-    assert is_chosen(prompts.store, SHARE, True, _attend_rows)
+    assert is_chosen(prompts.store, True, _attend_rows)
     prompts.check(window, sinks)
 
 
@@ -133,9 +132,9 @@ def test_it_is_chosen_there_and_replayed_in_graphs() -> None:
     from trtrun.kernels.triton.attention.prompt_suitability import is_chosen
 
     prompts = Prompts(900, prompts=3, heads=32, kv_heads=8)
-    assert is_chosen(prompts.store, SHARE, False, _attend_rows)
+    assert is_chosen(prompts.store, False, _attend_rows)
     graph, output = torch.cuda.CUDAGraph(), torch.empty_like(prompts.query)
-    arguments = (prompts.store, prompts.tables, prompts.positions, 0.09, 1 << 30, SHARE, output)
+    arguments = (prompts.store, prompts.tables, prompts.positions, 0.09, 1 << 30, output)
     with torch.cuda.graph(graph):
         attend(prompts.query, *arguments)
     expected = torch.empty_like(output)
@@ -163,8 +162,8 @@ def test_where_it_does_not_do_the_other_kernel_attends(
     monkeypatch.setattr(attention, "attend", broken)
     store = torch.zeros(2, 3, 1, 16, 128, dtype=torch.bfloat16, device="cuda")
     with caplog.at_level(logging.WARNING):
-        assert not suitability.is_chosen(store, SHARE, False, _attend_rows)
-        assert not suitability.is_chosen(store, SHARE, False, _attend_rows)
+        assert not suitability.is_chosen(store, False, _attend_rows)
+        assert not suitability.is_chosen(store, False, _attend_rows)
     assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
 
 
@@ -174,4 +173,4 @@ def test_it_is_not_for_the_cpu() -> None:
     def never(*arguments: object) -> None:
         raise AssertionError("nothing is to be compared")
 
-    assert not is_chosen(torch.zeros(2, 3, 1, 16, 128, dtype=torch.bfloat16), SHARE, False, never)
+    assert not is_chosen(torch.zeros(2, 3, 1, 16, 128, dtype=torch.bfloat16), False, never)

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+SHARE = 256
+"""Keys of a share. Each is summed by itself, and the shares one after the other, whoever computes them: so a query has
+the same bits in a round, in a prompt and in any company."""
+
 LARGEST_TILE = 128
 """Queries of the largest tile of any program, and of all tiles in the kernel for prompts."""
 

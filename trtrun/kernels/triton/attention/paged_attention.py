@@ -20,6 +20,7 @@ from trtrun.kernels.triton.attention.attention_tiles import (
     LARGEST_TILE,
     MOST_PARTIAL_BYTES,
     MOST_SPLIT,
+    SHARE,
     choose_tiling,
     tiling_of_codes,
 )
@@ -31,10 +32,6 @@ from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 from trtrun.kvcache.formats import PLAIN as PLAIN_KV
 from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionSegment
-
-_SHARE = 256
-"""Keys of a share. Each is summed by itself, and the shares one after the other, whoever computes them: so a query has
-the same bits in a round, in a prompt and in any company."""
 
 _KEYS, _WIDE_KEYS, _STAGES = 128, 64, 2
 """Keys of one step of a program, and of one in float32, which takes twice the room; steps that are loaded at once."""
@@ -86,12 +83,12 @@ class PagedAttention:
         query, output = query[segment.start : segment.stop], output[segment.start : segment.stop]
         heads, head_dim = query.shape[1:]
         kv_heads, block_size = store_layer.shape[2:4]
-        shares = -(-segment.block_tables.shape[1] * block_size // _SHARE)
+        shares = -(-segment.block_tables.shape[1] * block_size // SHARE)
         places, lines = segment.queries * (heads // kv_heads), segment.rows * kv_heads
         units = multiprocessors(query.device)
         if kept.codes == PLAIN.value:
             knows = call.soft_cap is None  # that kernel knows none
-            suits = knows and is_chosen(store_layer, _SHARE, call.sinks is not None, _attend_rows)
+            suits = knows and is_chosen(store_layer, call.sinks is not None, _attend_rows)
             tiling = choose_tiling(places, lines, shares, units, suits)
         else:
             tiling = tiling_of_codes(places, lines, shares, units)
@@ -101,14 +98,14 @@ class PagedAttention:
             from trtrun.kernels.triton.attention.prompt_attention import attend
 
             tables, positions = segment.block_tables, segment.positions
-            attend(query, store_layer, tables, positions, scale, reach, _SHARE, output, sinks=call.sinks)
+            attend(query, store_layer, tables, positions, scale, reach, output, sinks=call.sinks)
             return
         for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * shares if is_split else 0):
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
             tables, positions = segment.block_tables[rows], segment.positions[rows]
             out = output[tokens]
             _attend_rows(
-                query[tokens], store_layer, tables, positions, scale, reach, _SHARE, out, tile, is_split, kept,
+                query[tokens], store_layer, tables, positions, scale, reach, out, tile, is_split, kept,
                 call.soft_cap, call.sinks, looks=True,
             )  # fmt: skip
 
@@ -126,7 +123,6 @@ def _attend_rows(
     positions: torch.Tensor,
     scale: float,
     window: int,
-    share: int,
     output: torch.Tensor,
     tile: int = LARGEST_TILE,
     is_split: bool = False,
@@ -144,7 +140,7 @@ def _attend_rows(
     kv_heads, block_size = store_layer.shape[2:4]
     rows, queries = positions.shape
     tokens, heads, head_dim = query.shape
-    group, shares = heads // kv_heads, -(-tables.shape[1] * block_size // share)
+    group, shares = heads // kv_heads, -(-tables.shape[1] * block_size // SHARE)
     is_wide = query.dtype is torch.float32
     head_padded = max(16 if kept.codes == PLAIN.value else 32, _padded(head_dim))
     keys, largest = _sizes(head_padded, query.itemsize, shared_bytes(query.device))
@@ -163,7 +159,7 @@ def _attend_rows(
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
         queries, kv_heads, group, window, shares, tiles,
-        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
+        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=SHARE,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32", CODES=kept.codes,
         HAS_LAYER_SCALES=kept.has_layer_scales, SOFT_CAP=soft_cap,
         HAS_SINKS=sinks is not None, LOOKS=looks, **_options(tile, kept.codes, head_padded), **early(query),
@@ -172,7 +168,7 @@ def _attend_rows(
         combine_kernel[(tokens * heads,)](
             sums, peaks, partial, positions, output, sums if sinks is None else sinks,
             positions.stride(0), positions.stride(1), queries, heads, shares, window,
-            SHARE=share, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8,
+            SHARE=SHARE, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8,
             HAS_SINKS=sinks is not None, num_warps=1 if head_padded <= _WIDE_HEAD else 2, **early(query),
         )  # fmt: skip
 

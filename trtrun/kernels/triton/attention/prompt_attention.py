@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trtrun.kernels.triton import early_launch
+from trtrun.kernels.triton.attention.attention_tiles import SHARE
 from trtrun.kernels.triton.attention.prompt_steps import (
     HALF,
     KEYS,
@@ -232,7 +233,6 @@ def attend(
     positions: torch.Tensor,
     scale: float,
     window: int,
-    share: int,
     output: torch.Tensor,
     *,
     sinks: torch.Tensor | None = None,
@@ -246,7 +246,6 @@ def attend(
         positions: [rows, queries] int64; -1 is padding, which gets what it sees of key 0.
         scale: of the scores.
         window: keys that a query sees.
-        share: keys that are summed by themselves, a multiple of `KEYS`.
         output: [rows * queries, heads, head], contiguous.
         sinks: [heads] float32, as of AttentionCall.
     """
@@ -264,6 +263,6 @@ def attend(
         store, query, output, tables, positions, taken if sinks is None else sinks, taken, scale,
         query.stride(0), query.stride(1), positions.stride(0), positions.stride(1), tables.stride(0),
         rows, parts, queries, kv_heads, group, window, lines,
-        BLOCK=block_size, HEAD=head_dim, SHARE=share, STAGES=_STAGES, HAS_SINKS=sinks is not None, num_warps=4,
+        BLOCK=block_size, HEAD=head_dim, SHARE=SHARE, STAGES=_STAGES, HAS_SINKS=sinks is not None, num_warps=4,
         maxnreg=_REGISTERS, **early_launch.early(query),
     )  # fmt: skip

@@ -9,18 +9,18 @@ from collections.abc import Callable
 
 import torch
 
+from trtrun.kernels.triton.attention.attention_tiles import SHARE
 from trtrun.kernels.triton.compilation.launches import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 
 _chosen: dict[tuple[torch.device, torch.dtype, int, int, bool], bool] = {}
 
 
-def is_chosen(store_layer: torch.Tensor, share: int, has_sinks: bool, reference: Callable[..., None]) -> bool:
+def is_chosen(store_layer: torch.Tensor, has_sinks: bool, reference: Callable[..., None]) -> bool:
     """Whether the kernel runs here and has the same bits as another.
 
     Args:
         store_layer: [2, blocks, kv_heads, block, head], of the kind that is asked for.
-        share: keys that are summed by themselves.
         has_sinks: whether heads have sinks.
         reference: the other; takes the arguments of `prompts.attention.attend`.
     """
@@ -32,9 +32,9 @@ def is_chosen(store_layer: torch.Tensor, share: int, has_sinks: bool, reference:
         elif torch.cuda.is_current_stream_capturing():
             return False  # nothing can be read back now: the next one asks
         elif is_collecting():
-            return has_same_bits("attention of prompts", lambda: _compare(*kind, share, reference))
+            return has_same_bits("attention of prompts", lambda: _compare(*kind, reference))
         else:
-            _chosen[kind] = has_same_bits("attention of prompts", lambda: _compare(*kind, share, reference))
+            _chosen[kind] = has_same_bits("attention of prompts", lambda: _compare(*kind, reference))
     return _chosen[kind]
 
 
@@ -54,13 +54,12 @@ def _compare(
     head_dim: int,
     block_size: int,
     has_sinks: bool,
-    share: int,
     reference: Callable[..., None],
 ) -> bool:
     """Whether both have the same bits for the last queries of a prompt of several shares."""
     from trtrun.kernels.triton.attention.prompt_attention import attend
 
-    context, queries, heads = 3 * share - 40, 100, 2
+    context, queries, heads = 3 * SHARE - 40, 100, 2
     blocks = -(-context // block_size)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -73,5 +72,5 @@ def _compare(
     sinks = torch.tensor([1.5, -0.3], device=device) if has_sinks else None
     found, expected = torch.empty_like(query), torch.empty_like(query)
     for kernel, output in ((attend, found), (reference, expected)):
-        kernel(query, store, tables, positions, head_dim**-0.5, 1 << 30, share, output, sinks=sinks)
+        kernel(query, store, tables, positions, head_dim**-0.5, 1 << 30, output, sinks=sinks)
     return torch.equal(found, expected)
