@@ -83,3 +83,16 @@ def test_what_takes_longer_than_more_rows_is_found(monkeypatch: pytest.MonkeyPat
     assert (
         not matmul._is_slow_between(x[:256], x, 192) and len(asked) == 6
     )  # few rows go to the kernel where it is slow
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "is_fast"), [(256, 4096, False), (512, 4096, True), (512, 128, False), (2048, 2048, False)]
+)
+def test_many_rows_are_timed_where_features_are_few(
+    monkeypatch: pytest.MonkeyPatch, rows: int, features: int, is_fast: bool
+) -> None:
+    """A router's are too few for all multiprocessors; of other weights the library is not asked to prove itself."""
+    seconds = iter((71.0, 14.0))
+    monkeypatch.setattr(matmul, "_seconds", lambda call: next(seconds))
+    assert matmul._library_is_fast(torch.zeros(rows, 1), torch.zeros(features, 1)) is is_fast
+    assert len(list(seconds)) == (2 if is_fast else 0)
