@@ -27,6 +27,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, as trtrun's orchestrator is in its caller's
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has looked at the GPUs before
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for even_out, to workers that are processes of this one
     "VLLM_HOST_IP": "127.0.0.1",  # all of it is on one host, which may have no network
     "GLOO_SOCKET_IFNAME": "lo",
     "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",  # else it is compiled when it is imported
@@ -116,6 +117,15 @@ def engine_arguments(task: Mapping[str, Any], mode: str) -> dict[str, Any]:
     return arguments
 
 
+def even_out(model: Any) -> None:
+    """Make the biases of routers zero. Those that vLLM makes up outweigh the logits that its made-up weights give, so
+    that all tokens would choose the same experts: at 32 rows of gpt-oss it read 4 of 128 (5,870 tokens/s on an H200).
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") and (".router." in name or ".gate." in name):
+            parameter.data.zero_()
+
+
 class Peer:
     """vLLM with the target and what drafts for it, or with the target alone.
 
@@ -128,6 +138,8 @@ class Peer:
     def __init__(self, vllm: Any, task: Mapping[str, Any], mode: str) -> None:
         self._vllm, self._task, self._mode = vllm, task, mode
         self._llm = vllm.LLM(**engine_arguments(task, mode))
+        if task["load_format"] == "dummy":
+            self._llm.apply_model(even_out)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """Medians for one workload, behind its warm-up, which repeats the first run."""
