@@ -44,6 +44,7 @@ def test_a_program_without_results_says_why(tmp_path: Path) -> None:
         ("gpt-oss-120b", 1, ["gates", "product"]),
         ("gpt-oss-120b", 8, ["both"]),
         ("gpt-oss-120b", 256, ["both"]),
+        ("gpt-oss-120b", 2048, ["both"]),
     ],
 )
 def test_candidates_are_tried_in_their_place_and_what_is_used_comes_back(

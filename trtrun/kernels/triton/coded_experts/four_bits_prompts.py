@@ -1,7 +1,7 @@
 """The product of many pairs of tokens and experts with numbers of 4 bits that have an exponent, as prompts bring them,
 in Triton's Gluon.
 
-A program has 128 features of an expert and 128 of the pairs that chose it, or 64 where there are no more: two groups of
+A program has 128 features of an expert and 128 of the pairs that chose it, or 64 where there are no more: groups of
 four warps widen weights in the registers of the threads whose matrix units take them, and multiply them with rows in
 shared memory. While these multiply one group of 128 inputs, the next one's weights are widened and others are on their
 way. All features of some pairs are computed together, so that memory brings pairs and the expert once. Bits are those
@@ -13,7 +13,7 @@ It knows tensors; it does not know who takes it (four_bits_stream.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,12 +43,23 @@ from trtrun.kernels.triton.int4_stream.words import LINE
 
 _TILE, _GROUP, _WORDS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(TILE * GROUP // 8)
 
-_TILES = gl.constexpr(2)
-"""Of 64 features, that a program has."""
 
-STEPS = {64: 8, 128: 5}
-"""Groups of inputs that shared memory has room for, by the pairs that a program has: all but two of them are on their
-way while weights are widened, one is multiplied meanwhile, and one was before it."""
+class Form(NamedTuple):
+    """What a program has.
+
+    Attributes:
+        tiles: of 64 features, 1 or 2.
+        few_steps, many_steps: groups of inputs that shared memory has room for, with half of a tile's pairs and with
+            all: all but two are on their way while weights are widened, one is multiplied, and one was before it.
+    """
+
+    tiles: int
+    few_steps: int
+    many_steps: int
+
+
+FORMS = {MANY_ROWS: Form(2, 8, 5)}
+"""By the rows of a tile of pairs. Bits are the same with any."""
 
 _launch_next, _wait_for_all, _tile_and_part = (
     gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all, tile_and_part)
@@ -59,26 +70,26 @@ _launch_next, _wait_for_all, _tile_and_part = (
 def _multiply_tile(
     x, words, scales, factor, bias, y, pairs, expert, part, features, inputs, tiles, groups,
     CHOSEN: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr,
-    STEPS: gl.constexpr, ADDS: gl.constexpr, GATE: gl.constexpr, LIMIT: gl.constexpr,
+    TILES: gl.constexpr, STEPS: gl.constexpr, ADDS: gl.constexpr, GATE: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Features of a program for the pairs at ROWS places."""
     is_gated: gl.constexpr = GATE >= 0
     kind: gl.constexpr = y.dtype.element_ty
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * _TILES, 1], [16, ROWS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * TILES, 1], [16, ROWS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4 * _TILES, 1], [1, 0])
+    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4 * TILES, 1], [1, 0])
     pair = gl.load(pairs + gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_rows))).to(gl.int64)
     is_pair = pair >= 0
     within = gl.arange(0, _GROUP, layout=gl.SliceLayout(0, of_rows))
     x = x + (gl.where(is_pair, pair // CHOSEN, 0) * inputs)[:, None] + within[None, :]
     first = expert * tiles * groups
-    words = point_at_words(words + first * _WORDS, part, features, tiles, groups, is_gated, _TILES)
+    words = point_at_words(words + first * _WORDS, part, features, tiles, groups, is_gated, TILES)
     scales = scales + first * PARTS * _TILE
-    scales = point_at_scales(scales, part, features, tiles, groups, is_gated, PARTS, SHIFT, _TILES)
+    scales = point_at_scales(scales, part, features, tiles, groups, is_gated, PARTS, SHIFT, TILES)
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, _GROUP], kind)
     held = (
-        gl.allocate_shared_memory(gl.int32, [STEPS, LINE * _TILES, LINE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-        gl.allocate_shared_memory(gl.int32, [STEPS * PARTS, _TILE * _TILES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [STEPS, LINE * TILES, LINE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        gl.allocate_shared_memory(gl.int32, [STEPS * PARTS, _TILE * TILES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(kind, [STEPS, ROWS, _GROUP], rows),
     )
     left, slot, free = groups, 0, STEPS - 2
@@ -86,8 +97,8 @@ def _multiply_tile(
         ask(held, (words, scales, x), is_pair, (left, inputs), step, 1, PARTS, SHIFT)
         x, words, scales = x + _GROUP, words + _WORDS, scales + PARTS * _TILE
         left, inputs = left - 1, inputs - _GROUP
-    added, of_feature = read_ends(bias, factor, expert, part, features, layout, ADDS, SHIFT, is_gated, _TILES)
-    total = gl.zeros([_TILE * _TILES, ROWS], gl.float32, layout=layout)
+    added, of_feature = read_ends(bias, factor, expert, part, features, layout, ADDS, SHIFT, is_gated, TILES)
+    total = gl.zeros([_TILE * TILES, ROWS], gl.float32, layout=layout)
     # There is one at least, which the compiler is to know: sums that come of no product would have others wait.
     for _ in range(0, gl.maximum(groups, 1), 2):
         for _ in gl.static_range(2):  # so that weights of one group have other registers than those of the next
@@ -105,18 +116,18 @@ def _multiply_tile(
     async_copy.wait_group(0)
     added = added.to(gl.float32)[:, None].broadcast_to(total.shape)
     total = gl.fma(total, of_feature[:, None].broadcast_to(total.shape), added)
-    store(total.to(kind), y, pairs, part, features, GATE, LIMIT, _TILES)
+    store(total.to(kind), y, pairs, part, features, GATE, LIMIT, TILES)
 
 
 @gluon.jit(do_not_specialize=["features", "tiles", "groups"])
 def _many_rows_kernel(
     x, words, scales, factor, bias, y, pairs, experts, features, inputs, tiles, groups,
     CHOSEN: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr,
-    FEW_STEPS: gl.constexpr, MANY_STEPS: gl.constexpr, ADDS: gl.constexpr, GATE: gl.constexpr, LIMIT: gl.constexpr,
-    EARLY: gl.constexpr,
+    TILES: gl.constexpr, FEW_STEPS: gl.constexpr, MANY_STEPS: gl.constexpr, ADDS: gl.constexpr, GATE: gl.constexpr,
+    LIMIT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """128 features of an expert's weight, which has so many `tiles` of 64; `groups` have 128 inputs. With a GATE they
-    are gates of 64 features of y and their factors, and y is what comes of these."""
+    """TILES of an expert's weight, which has so many `tiles`, of 64 features; `groups` have 128 inputs. With a GATE
+    half are gates and half their factors, and y is what comes of these."""
     _wait_for_all(EARLY)
     _launch_next(EARLY)
     tile, part = _tile_and_part(ROWS)
@@ -127,12 +138,12 @@ def _many_rows_kernel(
     if gl.load(pairs + ROWS // 2) < 0:
         _multiply_tile(
             x, words, scales, factor, bias, y, pairs, expert, part, features, inputs, tiles, groups,
-            CHOSEN, ROWS // 2, PARTS, SHIFT, OFFSET, FEW_STEPS, ADDS, GATE, LIMIT,
+            CHOSEN, ROWS // 2, PARTS, SHIFT, OFFSET, TILES, FEW_STEPS, ADDS, GATE, LIMIT,
         )  # fmt: skip
     else:
         _multiply_tile(
             x, words, scales, factor, bias, y, pairs, expert, part, features, inputs, tiles, groups,
-            CHOSEN, ROWS, PARTS, SHIFT, OFFSET, MANY_STEPS, ADDS, GATE, LIMIT,
+            CHOSEN, ROWS, PARTS, SHIFT, OFFSET, TILES, MANY_STEPS, ADDS, GATE, LIMIT,
         )  # fmt: skip
 
 
@@ -148,8 +159,9 @@ def multiply_many(
         inputs: of the weight.
         kinds: what the kernel is compiled for.
     """
-    words, own = tensors[1], TILE if kinds["GATE"] >= 0 else TILE * _TILES.value
-    _many_rows_kernel[grid_of(tiles, triton.cdiv(features, own))](
+    words, form = tensors[1], FORMS[tiles.rows]
+    of_weight = triton.cdiv(features, TILE) * (2 if kinds["GATE"] >= 0 else 1)
+    _many_rows_kernel[grid_of(tiles, triton.cdiv(of_weight, form.tiles))](
         *tensors, *tiles, features, inputs, words.shape[1], words.shape[2],
-        FEW_STEPS=STEPS[MANY_ROWS // 2], MANY_STEPS=STEPS[MANY_ROWS], num_warps=4 * _TILES.value, **kinds,
+        TILES=form.tiles, FEW_STEPS=form.few_steps, MANY_STEPS=form.many_steps, num_warps=4 * form.tiles, **kinds,
     )  # fmt: skip
