@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,29 @@ def test_a_layer_is_read_as_files_have_quantized_it(tmp_path: Path, monkeypatch:
     shutil.copytree(dense, stored)
     store_in_format(dense, stored, leave_plain(FORMATS["compressed-tensors FP8 dynamic"], *RATES))
     assert "mtp.layers.0.self_attn.q_proj.weight_scale" in load_file(stored / "model.safetensors")
+    made = []
+    for path in (dense, stored):
+        with monkeypatch.context() as patch:
+            seen = Proposals(patch, EagleDrafter)
+            with make_llm(path, dtype="bfloat16", speculation=mtp(draft_len=3)) as llm:
+                llm.generate(PROMPTS[:1], SAMPLING[:1])
+        made.append(seen.seen)
+    assert made[0] == made[1] and len(made[0]) > 20
+
+
+@pytest.mark.parametrize("left", [("eh_proj",), ("layers.2.",)])
+def test_what_quantized_files_have_plainly_is_read_so(
+    tmp_path: Path, left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block FP8 without a word of what is plain, as DeepSeek-V3 is published: all of the layer, or what joins."""
+    sizes = {"kv_lora_rank": 128, "q_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    dense = write_family(tmp_path / "dense", "deepseek_v3", dtype=torch.bfloat16, num_hidden_layers=2, **sizes)
+    MTPHead(dense).write(dense)
+    stored = tmp_path / "stored"
+    shutil.copytree(dense, stored)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    store_in_format(dense, stored, replace(FORMATS["fp8 block"], config=config, plain=("head", *left)))
+    assert not any("eh_proj.weight_scale_inv" in name for name in load_file(stored / "model.safetensors"))
     made = []
     for path in (dense, stored):
         with monkeypatch.context() as patch:

@@ -210,8 +210,8 @@ class Eagle3Section(EagleSection):
 
 class MTPSection(EagleSection):
     """Options of `mtp`, which are those of `eagle`. The head is the layer for multi-token prediction that the target's
-    own files hold (Qwen3-Next, Qwen3.5, GLM-4.5): `draft` is left out, or names a device alone. Beyond the first token
-    it goes on with its own states.
+    own files hold (Qwen3-Next, Qwen3.5, GLM-4.5, DeepSeek-V3): `draft` is left out, or names a device alone. Beyond the
+    first token it goes on with its own states.
     """
 
 
