@@ -178,7 +178,12 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
         (paths["glm4_moe"], mtp(), r"^heads: .*'model.layers.3.eh_proj.weight' has shape \[64, 64\]"),
         (paths["seed_oss"], mtp(), "SeedOssForCausalLM has no layers that draft"),
         (none, mtp(), "Glm4MoeForCausalLM has no layers that draft"),
-        (paths["qwen3_5_text"], mtp(eagle_topk=2), "it cannot verify draft trees"),
+        (paths["qwen3_5_text"], mtp(eagle_topk=2), "cannot verify draft trees, .*: leave speculation.eagle_topk out$"),
+        (
+            paths["qwen3_5_text"],
+            mtp(eagle_topk=2, max_total_draft_tokens=8),
+            ": leave speculation.eagle_topk and max_total_draft_tokens out$",
+        ),
     ):
         with pytest.raises(TrtrunError, match=said):
             make_llm(path, speculation=options)

@@ -146,8 +146,13 @@ def test_what_was_drafted_ahead_is_what_would_be_drafted_now(tmp_path: Path, blo
 def test_what_states_cannot_do_is_refused_in_a_line(tmp_path: Path) -> None:
     target = make_decaying_checkpoint(tmp_path / "target")
     told = "the target has 2 layers that keep a state of each row in place of keys and values: "
-    with pytest.raises(ConfigError, match=f"{told}it cannot verify draft trees.* set speculation.max_paths so that"):
-        make_llm(target, speculation={"method": "ngram", "max_paths": 2})
+    for speculation, way in (
+        ({"method": "ngram", "max_paths": 2}, "leave speculation.max_paths out"),
+        ({"method": "token_recycling", "token_recycling_nodes": 9}, "leave speculation.token_recycling_nodes out"),
+        ({"method": "lookahead"}, "set speculation.method to another, as this one has no chains"),
+    ):
+        with pytest.raises(ConfigError, match=f"{told}it cannot verify draft trees, .*: {way}$"):
+            make_llm(target, speculation=speculation)
     with pytest.raises(
         ConfigError, match="state_snapshots: 9 bytes hold no snapshot of a row's states, which takes 512 B"
     ):

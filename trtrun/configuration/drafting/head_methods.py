@@ -162,7 +162,7 @@ class EagleSection(_ChoicesSection):
     @model_validator(mode="after")
     def _check_ahead(self) -> Self:
         if self.ahead == "on" and self.tree is not None:
-            raise ValueError(f"ahead does not go with a tree: leave it out, or {self.tree_key}")
+            raise ValueError(f"ahead does not go with a tree: leave it out, or {self.way_to_chains}")
         if self.ahead == "on" and self.enable_suffix_decoding:
             raise ValueError("ahead does not go with enable_suffix_decoding here: leave one of them out")
         return self
@@ -186,6 +186,14 @@ class EagleSection(_ChoicesSection):
     @override
     def tree_key(self) -> str:
         return self.CHOICES_KEY if self.eagle_topk == 1 else "max_total_draft_tokens"
+
+    @property
+    @override
+    def way_to_chains(self) -> str:
+        if self.eagle_topk == 1:
+            return super().way_to_chains
+        kept = "" if self.max_total_draft_tokens is None else " and max_total_draft_tokens"
+        return f"leave speculation.eagle_topk{kept} out"
 
     @property
     @override
