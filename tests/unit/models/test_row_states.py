@@ -4,6 +4,7 @@ one token at a time, whatever else happens."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,28 @@ def test_rows_begin_behind_snapshots_of_others(tmp_path: Path, snapshots: int | 
         assert any(cached[0]) == any(cached[1]) == (snapshots != 0)
         if snapshots is None:
             assert min(cached[1]) >= 12 and sum(map(bool, cached[0])) >= 4, cached
+        llm.check_idle()
+
+
+def test_prompts_that_part_from_others_leave_a_snapshot_there(tmp_path: Path) -> None:
+    """As those with one system prompt do: the second one's first chunk ends where they part, and others begin there. A
+    text that goes on where another ended is read at once."""
+    target = make_decaying_checkpoint(tmp_path / "target")
+    shared, asked = prompt_of(42, seed=5), [SamplingParams(max_tokens=count) for count in (9, 1, 1, 1)]
+    prompts = [[*shared, *prompt_of(21, seed=row)] for row in range(3)]
+    with make_llm(target, speculation={"method": "none"}, kv_cache={"enable_block_reuse": False}) as llm:
+        alone = run_alone(llm, prompts, asked[:3])
+        prompts.append([*prompts[0], *alone[0][0], 7])
+        alone += run_alone(llm, prompts[3:], asked[3:])
+    with make_llm(target, noisy_copy(tmp_path / "draft", target, 0.05), kv_cache={"block_size": 4}) as llm:
+        found, rounds = [], []
+        for prompt, sampling in zip(prompts, asked, strict=True):
+            found += llm.generate([prompt], sampling)
+            rounds.append(llm.statistics()["num_rounds"])
+        assert tokens_of(found) == alone
+        cached = [output.completions[0].statistics.num_cached_prompt_tokens for output in found]
+        assert cached == [0, 0, 40, 60]
+        assert [after - before for before, after in pairwise(rounds)] == [2, 1, 1]
         llm.check_idle()
 
 
