@@ -100,9 +100,9 @@ MIXTURE_SHAPES: dict[str, int] = {
 }
 
 
-def make_mixture_pair(path: Path, family: str, name: str) -> tuple[Path, Path]:
-    """The same of a family with experts (family_checkpoints.py)."""
-    dense, stored = write_family(path / "dense", family, **MIXTURE_SHAPES), path / "stored"
+def make_mixture_pair(path: Path, family: str, name: str, **values: int) -> tuple[Path, Path]:
+    """The same of a family with experts (family_checkpoints.py); `values` in place of MIXTURE_SHAPES."""
+    dense, stored = write_family(path / "dense", family, **{**MIXTURE_SHAPES, **values}), path / "stored"
     shutil.copytree(dense, stored)
     store_in_format(dense, stored, FORMATS[name])
     return stored, dense

@@ -62,6 +62,7 @@ class DecoderHeadPlan:
         layers: ordinary layers, in order.
         rope: how it rotates.
         files_of: the target whose own files have it, as that has stored it; None where it has files of its own.
+        plain: names of tensors that those files have plainly, whatever they say of others.
     """
 
     name: str
@@ -73,6 +74,7 @@ class DecoderHeadPlan:
     layers: tuple[DecoderPlan, ...]
     rope: RopeConfig
     files_of: ModelConfig | None = field(default=None, kw_only=True)
+    plain: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     @property
     def files(self) -> Checkpoint | None:
@@ -86,7 +88,9 @@ class DecoderHeadPlan:
             CheckpointError: see `ModelConfig.quantization_of`.
         """
         plain = QUANTIZATIONS.get("none")
-        return plain if self.files_of is None else self.files_of.quantization_of(weight, plain)
+        if self.files_of is None or self.plain.issuperset(part.name for part in weight.parts):
+            return plain
+        return self.files_of.quantization_of(weight, plain)
 
     @cached_property
     def weights(self) -> Sequence[Weight]:

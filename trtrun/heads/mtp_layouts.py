@@ -1,7 +1,7 @@
 """Heads for multi-token prediction (MTP, DeepSeek-V3: arXiv:2412.19437), which lie in the target's own files.
 
     mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.layers.0.…, mtp.norm           Qwen3-Next, Qwen3.5
-    model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm} and those of a layer, behind N layers      GLM-4.5
+    model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm} and those of a layer, behind N layers   DeepSeek, GLM-4.5
 
 The target's family plans them, and its embedding and vocabulary head serve. A head reads what leaves the target's final
 norm; a step behind a drafted token reads what left its own final norm, as in transformers and SGLang (vLLM takes what
@@ -13,7 +13,7 @@ It does without torch, and does not know how a head computes (heads/eagle_head.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.heads.head_plan import JoiningPlan
 from trtrun.heads.heads import HEADS
 from trtrun.kvcache.specs import LayerSpecs
+from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.config import ModelConfig
 from trtrun.models.experts_plan import cut_by_experts, find_experts
 from trtrun.models.installed_families import find_family
 from trtrun.models.layer_plan import LayerPlan, ModelShape
+from trtrun.weights.checkpoint import TORCH_NAMES
+from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import Share
 
 
@@ -46,7 +49,7 @@ class _ShapeOfLayer(ModelShape):
 
 @HEADS.register("mtp")
 def read_mtp(path: Path, target: ModelConfig, section: SpeculationSection) -> EaglePlan:
-    """Plan the head in the target's files, by its config.json alone.
+    """Plan the head in the target's files, by its config.json, and where they are quantized by their headers.
 
     Raises:
         CheckpointError: see `heads.HEADS`.
@@ -62,7 +65,7 @@ def read_mtp(path: Path, target: ModelConfig, section: SpeculationSection) -> Ea
     if any(plan.by_experts for layer in target.layers for plan in find_experts(layer)):
         mtp = cut_by_experts(mtp)
     hidden = target.hidden_size
-    return EaglePlan(
+    plan = EaglePlan(
         name="MTP",
         reads="what leaves the target's final norm",
         embedding_and_head=EmbeddingAndHeadPlan(
@@ -85,3 +88,15 @@ def read_mtp(path: Path, target: ModelConfig, section: SpeculationSection) -> Ea
         norm_output=True,
         files_of=target,
     )
+    return plan if target.stored is None else replace(plan, plain=_find_plain(path, plan))
+
+
+def _find_plain(path: Path, plan: EaglePlan) -> frozenset[str]:
+    """Names of its matrices that a quantized target's files have in a float dtype. Many have the layer so, or a part of
+    it, and do not say it: DeepSeek-V3 eh_proj, and what was quantized by libraries that do not know of it, all."""
+    try:
+        files = open_checkpoint(path)
+    except CheckpointError:  # whoever reads weights says what is wrong with them
+        return frozenset()
+    names = (part.name for weight in plan.own_weights() for part in weight.parts)
+    return frozenset(name for name in names if name in files and TORCH_NAMES.get(files.dtype_code(name)) in FLOATS)

@@ -21,11 +21,13 @@ class BlockTable:
         num_committed_blocks: leading blocks that were offered for reuse (or reused); this row never writes there again.
         placed: indices of the blocks whose places it holds, where layers with windows have places.
         first_snapshot: of the states that it began with; the null snapshot where it began with none.
+        parting: positions behind which its tokens are others than those of the row that it shares most with, where no
+            snapshot is, as last matched; 0 where there is none. A snapshot there serves whoever shares as much.
     """
 
     __slots__ = (
         *("_block_size", "_cache", "_digests", "_num_behind", "_pool", "_root", "_snapshots", "_taken", "_windows"),
-        *("blocks", "first_snapshot", "num_committed_blocks", "placed"),
+        *("blocks", "first_snapshot", "num_committed_blocks", "parting", "placed"),
     )
 
     def __init__(
@@ -45,7 +47,7 @@ class BlockTable:
         self.blocks: list[int] = []
         self.num_committed_blocks = 0
         self.placed = range(0)
-        self.first_snapshot = 0
+        self.first_snapshot = self.parting = 0
 
     @property
     def capacity(self) -> int:
@@ -73,13 +75,15 @@ class BlockTable:
         if most_positions is not None:
             count = min(count, most_positions // self._block_size)
         found = self._cache.match(self._digests[:count], in_draft_store)
-        length = -1
+        known, length = len(found), -1
         while length != len(found):  # either may leave fewer than the other allows
             length = len(found)
             if self._windows is not None:
                 found = found[: self._windows.longest_start(found)]
             if self._snapshots is not None:
                 found = found[: self._snapshots.longest_start(found)]
+        parts = self._snapshots is not None and known > length and self._cache.goes_on(self._digests[known - 1])
+        self.parting = known * self._block_size if parts else 0
         return found
 
     def adopt(self, blocks: Sequence[int]) -> None:
@@ -159,7 +163,8 @@ class BlockTable:
         if full > self.num_committed_blocks and self._cache.enabled:
             extend_digests(self._digests, tokens, self._block_size, full, self._num_behind, self._root)
             for index in range(self.num_committed_blocks, full):
-                self._cache.register(self.blocks[index], self._digests[index], in_draft_store)
+                parent = self._digests[index - 1] if index else self._root
+                self._cache.register(self.blocks[index], self._digests[index], in_draft_store, parent)
                 if self._snapshots is not None and index in self._taken:
                     self._snapshots.release([self._taken.pop(index)])
             self.num_committed_blocks = full

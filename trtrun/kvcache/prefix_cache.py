@@ -7,6 +7,7 @@ of the block) is from vLLM's automatic prefix caching.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -84,6 +85,8 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._target_only: set[int] = set()
+        self._parent_of: dict[int, bytes] = {}
+        self._followers: Counter[bytes] = Counter()
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
@@ -105,13 +108,17 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def register(self, block: int, digest: bytes, in_draft_store: bool = True) -> None:
+    def goes_on(self, digest: bytes) -> bool:
+        """Whether any cached block follows a chain."""
+        return self._followers[digest] > 0
+
+    def register(self, block: int, digest: bytes, in_draft_store: bool = True, parent: bytes = NO_ADAPTER) -> None:
         """Offer a held block for reuse. Where another block already holds the same chain, that one stays, unless it has
         lost its place, or its snapshot, and this one has one, as no row could ever begin behind it again; or it is in
         the target's store alone and this one is not.
 
         The caller guarantees that all its tokens are verified, that the target has written it whole, and the draft too
-        with `in_draft_store`, and that nobody writes to it again.
+        with `in_draft_store`, and that nobody writes to it again. `parent` is the chain that it follows.
         """
         if not self.enabled or block in self._digest_of:
             return
@@ -123,6 +130,8 @@ class PrefixCache:
             self._pool.unmark_cached(other)
         self._block_of[digest] = block
         self._digest_of[block] = digest
+        self._parent_of[block] = parent
+        self._followers[parent] += 1
         if not in_draft_store:
             self._target_only.add(block)
         self._pool.mark_cached(block)
@@ -144,10 +153,16 @@ class PrefixCache:
                 places.unmark_cached(block)
         self._block_of.clear()
         self._digest_of.clear()
+        self._parent_of.clear()
+        self._followers.clear()
         self._target_only.clear()
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]
+        parent = self._parent_of.pop(block)
+        self._followers[parent] -= 1
+        if not self._followers[parent]:
+            del self._followers[parent]
         self._target_only.discard(block)
         for places in self._beside:
             places.unmark_cached(block)

@@ -1,8 +1,9 @@
 """Snapshots of rows' states: behind the ends of which blocks there are any.
 
 A row can begin behind the blocks of another where there is a snapshot of its state at their end (row_states.py), and
-only there. Snapshots are taken while prompts are read, at the last end of a block in each chunk, and go when others
-need their places, the one that was used longest ago first. It knows blocks. It does not know tokens, rows or states.
+only there. Snapshots are taken while prompts are read, at the last end of a block in each chunk; a chunk ends where the
+prompt parts from one that was read before, as those with one system prompt do. They go when others need their places,
+the one that was used longest ago first. It knows blocks. It does not know tokens, rows or states.
 """
 
 from __future__ import annotations

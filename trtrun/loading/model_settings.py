@@ -114,8 +114,8 @@ def check_states(config: RuntimeConfig, target: ModelConfig, draft: ModelConfig 
         told = f"the {role} has {len(layers)} layers that keep a state of each row in place of keys and values"
         if role == "target" and config.max_paths > 1:
             raise ConfigError(
-                f"{told}: it cannot verify draft trees, which would need one for each path; set "
-                f"speculation.{config.speculation.tree_key} so that drafts are chains"
+                f"{told}: it cannot verify draft trees, which would need one for each path: "
+                f"{config.speculation.way_to_chains}"
             )
         if role == "draft" and config.translates_drafts:
             raise ConfigError(

@@ -17,6 +17,8 @@ from trtrun.configuration.engine_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
+from trtrun.linear.quantization.base import TensorSlice
+from trtrun.linear.stored.layout import CutError
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
 from trtrun.models.experts_plan import find_experts
@@ -58,12 +60,26 @@ def check_held(files: WeightFiles, weights: Sequence[tuple[HeldWeight, Quantizat
     """`check_weights` of some of a model's weights, and how they are held."""
     read = 0
     for weight, held in weights:
-        for part in weight.parts if files.is_dummy else held.stored(weight):
+        for part in weight.parts if files.is_dummy else _stored_tensors(weight, held):
             if part.is_optional and part.name not in files:
                 continue
             item_bytes = files.check(part.name, part.shape, part.dtypes, ones_vary=part.ones_vary)
             read += math.prod(map(len, part.ranges)) * item_bytes
     return read
+
+
+def _stored_tensors(weight: HeldWeight, held: Quantization) -> Sequence[TensorSlice]:
+    """What a rank reads of a weight.
+
+    Raises:
+        CheckpointError: it cannot be cut so; experts could lie whole on ranks.
+    """
+    try:
+        return held.stored(weight)
+    except CutError as error:
+        if weight.use != "expert":
+            raise
+        raise CheckpointError(f"{error}, or set expert_parallel: true") from None
 
 
 def check_model_weights(
@@ -110,7 +126,7 @@ def check_forms(
 ) -> list[tuple[HeldWeight, Quantization]]:
     """`check_split` of some weights, and how they are held; returns them."""
     for weight, held in weights:
-        held.stored(weight)
+        _stored_tensors(weight, held)
         if weight.use == "expert" and device_type != "cpu" and not held.fits_experts:
             raise ConfigError(
                 "experts are not held so on these GPUs, whose matrix units do not multiply E4M3 (those of compute "

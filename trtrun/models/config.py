@@ -396,6 +396,8 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         )
     family: ModelFamily = find_family(str(architectures[0])[:200])
     values = {**family.defaults, **raw}
+    if raw.get("rope_parameters") is None:  # null, too, leaves it out
+        values["rope_parameters"] = family.defaults.get("rope_parameters")
     values["head_dim"] = values.get(family.head_dim_key)
     if values.get("hidden_act", family.activations[0]) not in family.activations:
         known = ", ".join(family.activations)

@@ -165,11 +165,14 @@ class PlanBuilder:
         if self._tile <= length < running.num_unread:
             length -= length % self._tile
         end = start + length
+        # The last token of a prompt is always computed again, so that no row begins behind it.
+        whole = min(end, running.num_admitted_tokens - 1) // self._block_size * self._block_size
+        if start < running.table.parting < whole:  # snapshots are taken where chunks end
+            whole = end = running.table.parting
+            length = end - start
         is_last = end == running.num_admitted_tokens
         running.num_prefilled = end
         running.table.hold_places(end)
-        # The last token of a prompt is always computed again, so that no row begins behind it.
-        whole = min(end, running.num_admitted_tokens - 1) // self._block_size * self._block_size
         if whole > start and (snapshot := running.table.take_snapshot(whole)) is not None:
             self._saves.append((running.row, whole, snapshot))
         self.budget -= length + padding(length, self._tile)

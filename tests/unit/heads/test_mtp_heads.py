@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,29 @@ def test_a_layer_is_read_as_files_have_quantized_it(tmp_path: Path, monkeypatch:
     assert made[0] == made[1] and len(made[0]) > 20
 
 
+@pytest.mark.parametrize("left", [("eh_proj",), ("layers.2.",)])
+def test_what_quantized_files_have_plainly_is_read_so(
+    tmp_path: Path, left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block FP8 without a word of what is plain, as DeepSeek-V3 is published: all of the layer, or what joins."""
+    sizes = {"kv_lora_rank": 128, "q_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    dense = write_family(tmp_path / "dense", "deepseek_v3", dtype=torch.bfloat16, num_hidden_layers=2, **sizes)
+    MTPHead(dense).write(dense)
+    stored = tmp_path / "stored"
+    shutil.copytree(dense, stored)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    store_in_format(dense, stored, replace(FORMATS["fp8 block"], config=config, plain=("head", *left)))
+    assert not any("eh_proj.weight_scale_inv" in name for name in load_file(stored / "model.safetensors"))
+    made = []
+    for path in (dense, stored):
+        with monkeypatch.context() as patch:
+            seen = Proposals(patch, EagleDrafter)
+            with make_llm(path, dtype="bfloat16", speculation=mtp(draft_len=3)) as llm:
+                llm.generate(PROMPTS[:1], SAMPLING[:1])
+        made.append(seen.seen)
+    assert made[0] == made[1] and len(made[0]) > 20
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_trees_are_what_the_layer_says(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, options = write_family(tmp_path, family, seed=1), {"eagle_topk": 2, "draft_len": 3}
@@ -154,7 +178,12 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
         (paths["glm4_moe"], mtp(), r"^heads: .*'model.layers.3.eh_proj.weight' has shape \[64, 64\]"),
         (paths["seed_oss"], mtp(), "SeedOssForCausalLM has no layers that draft"),
         (none, mtp(), "Glm4MoeForCausalLM has no layers that draft"),
-        (paths["qwen3_5_text"], mtp(eagle_topk=2), "it cannot verify draft trees"),
+        (paths["qwen3_5_text"], mtp(eagle_topk=2), "cannot verify draft trees, .*: leave speculation.eagle_topk out$"),
+        (
+            paths["qwen3_5_text"],
+            mtp(eagle_topk=2, max_total_draft_tokens=8),
+            ": leave speculation.eagle_topk and max_total_draft_tokens out$",
+        ),
     ):
         with pytest.raises(TrtrunError, match=said):
             make_llm(path, speculation=options)

@@ -216,3 +216,34 @@ def test_a_block_with_a_snapshot_takes_the_place_of_one_that_has_lost_its_own() 
     assert found(False) == [first[0], second[1]] and found(True) == []
     third = row(True, True)
     assert found(True) == found(False) == [first[0], third[1]]
+
+
+def test_a_row_knows_where_it_parts_from_others_as_long_as_they_are_known() -> None:
+    """Not where another ended, and not where a snapshot is: there it can begin."""
+    pool, snapshots = BlockPool(9), StateSnapshots(3)
+    cache = PrefixCache(pool, snapshots=snapshots)
+
+    def commit(tokens: list[int], takes: bool = False) -> None:
+        table = BlockTable(pool, cache, 4)
+        table.reserve(len(tokens))
+        assert not takes or table.take_snapshot(len(tokens)) is not None
+        table.commit(tokens, len(tokens))
+        table.release()
+
+    def parting(tokens: list[int]) -> int:
+        table = BlockTable(pool, cache, 4)
+        table.match_prefix(tokens)
+        return table.parting
+
+    first, other = list(range(16)), [*range(8), *range(30, 40)]
+    commit(first)
+    assert parting(other) == 8 and parting([*first, 7]) == 0 and parting([7, *first]) == 0
+    commit(other[:8], takes=True)
+    assert parting(other) == 0
+    cache.clear()
+    commit(first[:8])
+    assert parting(other) == 0
+    commit(first)
+    assert parting(other) == 8
+    pool.allocate(6)  # of 8 blocks: ends of chains are forgotten first
+    assert len(cache) == 2 and parting(other) == 0

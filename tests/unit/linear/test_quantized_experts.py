@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.loading.loading import shard_bytes
 from trtrun.loading.stored_report import describe_stored
-from trtrun.loading.weight_check import check_split
-from trtrun.models.config import read_model_config
+from trtrun.loading.weight_check import check_split, check_weights
+from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import Share
 from trtrun.weights.weight_loader import CheckpointLoader
@@ -43,6 +44,25 @@ def test_logits_are_those_of_the_numbers(tmp_path: Path, family: str, form: str,
     stored, dense = make_mixture_pair(tmp_path, family, form)
     found, expected = (PagedModel(path, tp_size=tp_size).forward(BATCH) for path in (stored, dense))
     assert torch.equal(found, expected)
+
+
+def test_experts_that_cannot_be_cut_may_lie_whole_on_ranks(tmp_path: Path) -> None:
+    """Half of 384 features is a block and a half. Other matrices are cut in any case: of these it is not said."""
+    stored = make_mixture_pair(tmp_path / "experts", "qwen3_moe", "fp8 block", moe_intermediate_size=384)[0]
+    dense_layer = make_mixture_pair(tmp_path / "dense", "qwen3_moe", "fp8 block", intermediate_size=384)[0]
+    config, others = read_model_config(stored), read_model_config(dense_layer)
+    told = r"192 of 384 output features of .*gate_proj\.weight would lie .* of 128 share a scale: use fewer devices"
+    for check in (partial(check_weights, open_checkpoint(stored), config, Share(0, 2), DENSE), partial(split, config)):
+        with pytest.raises(CheckpointError, match=f"{told}, or set expert_parallel: true$"):
+            check()
+    split(config.cut_by_experts())
+    with pytest.raises(CheckpointError, match=f"{told}$"):
+        split(others)
+
+
+def split(config: ModelConfig) -> None:
+    """Look whether two ranks can share a model."""
+    check_split(config, Share(0, 2), "bfloat16", "cpu", DENSE)
 
 
 HELD = {

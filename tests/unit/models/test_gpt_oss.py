@@ -151,6 +151,8 @@ def test_keys_left_out_get_the_defaults_of_transformers(tmp_path: Path) -> None:
     assert config.max_position_embeddings == reference.max_position_embeddings
     expected = RopeConfig("yarn", 150_000.0, 32.0, 4096, truncate=False, attention_factor=config.rope.attention_factor)
     assert config.rope == expected and abs(config.rope.attention_factor - 1.3465735) < 1e-6
+    edit_config(tmp_path, rope_parameters=None, rope_scaling=None)
+    assert read_model_config(tmp_path).rope == expected
     mlp = config.layers[0].mlp  # type: ignore[attr-defined]
     assert (mlp.num_experts, mlp.num_chosen, mlp.limit) == (128, 4, reference.swiglu_limit)
     assert reference.swiglu_alpha == SWIGLU_SLOPE

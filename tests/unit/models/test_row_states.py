@@ -4,6 +4,7 @@ one token at a time, whatever else happens."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,28 @@ def test_rows_begin_behind_snapshots_of_others(tmp_path: Path, snapshots: int | 
         llm.check_idle()
 
 
+def test_prompts_that_part_from_others_leave_a_snapshot_there(tmp_path: Path) -> None:
+    """As those with one system prompt do: the second one's first chunk ends where they part, and others begin there. A
+    text that goes on where another ended is read at once."""
+    target = make_decaying_checkpoint(tmp_path / "target")
+    shared, asked = prompt_of(42, seed=5), [SamplingParams(max_tokens=count) for count in (9, 1, 1, 1)]
+    prompts = [[*shared, *prompt_of(21, seed=row)] for row in range(3)]
+    with make_llm(target, speculation={"method": "none"}, kv_cache={"enable_block_reuse": False}) as llm:
+        alone = run_alone(llm, prompts, asked[:3])
+        prompts.append([*prompts[0], *alone[0][0], 7])
+        alone += run_alone(llm, prompts[3:], asked[3:])
+    with make_llm(target, noisy_copy(tmp_path / "draft", target, 0.05), kv_cache={"block_size": 4}) as llm:
+        found, rounds = [], []
+        for prompt, sampling in zip(prompts, asked, strict=True):
+            found += llm.generate([prompt], sampling)
+            rounds.append(llm.statistics()["num_rounds"])
+        assert tokens_of(found) == alone
+        cached = [output.completions[0].statistics.num_cached_prompt_tokens for output in found]
+        assert cached == [0, 0, 40, 60]
+        assert [after - before for before, after in pairwise(rounds)] == [2, 1, 1]
+        llm.check_idle()
+
+
 @pytest.mark.parametrize(("block_size", "draft_len"), [(4, 5), (1, 2), (16, 3)])
 def test_what_was_drafted_ahead_is_what_would_be_drafted_now(tmp_path: Path, block_size: int, draft_len: int) -> None:
     """A draft engine's states, those of its guesses and of guesses that came true, are those of a fresh one."""
@@ -146,8 +169,13 @@ def test_what_was_drafted_ahead_is_what_would_be_drafted_now(tmp_path: Path, blo
 def test_what_states_cannot_do_is_refused_in_a_line(tmp_path: Path) -> None:
     target = make_decaying_checkpoint(tmp_path / "target")
     told = "the target has 2 layers that keep a state of each row in place of keys and values: "
-    with pytest.raises(ConfigError, match=f"{told}it cannot verify draft trees.* set speculation.max_paths so that"):
-        make_llm(target, speculation={"method": "ngram", "max_paths": 2})
+    for speculation, way in (
+        ({"method": "ngram", "max_paths": 2}, "leave speculation.max_paths out"),
+        ({"method": "token_recycling", "token_recycling_nodes": 9}, "leave speculation.token_recycling_nodes out"),
+        ({"method": "lookahead"}, "set speculation.method to another, as this one has no chains"),
+    ):
+        with pytest.raises(ConfigError, match=f"{told}it cannot verify draft trees, .*: {way}$"):
+            make_llm(target, speculation=speculation)
     with pytest.raises(
         ConfigError, match="state_snapshots: 9 bytes hold no snapshot of a row's states, which takes 512 B"
     ):

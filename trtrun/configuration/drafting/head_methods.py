@@ -162,7 +162,7 @@ class EagleSection(_ChoicesSection):
     @model_validator(mode="after")
     def _check_ahead(self) -> Self:
         if self.ahead == "on" and self.tree is not None:
-            raise ValueError(f"ahead does not go with a tree: leave it out, or {self.tree_key}")
+            raise ValueError(f"ahead does not go with a tree: leave it out, or {self.way_to_chains}")
         if self.ahead == "on" and self.enable_suffix_decoding:
             raise ValueError("ahead does not go with enable_suffix_decoding here: leave one of them out")
         return self
@@ -189,6 +189,14 @@ class EagleSection(_ChoicesSection):
 
     @property
     @override
+    def way_to_chains(self) -> str:
+        if self.eagle_topk == 1:
+            return super().way_to_chains
+        kept = "" if self.max_total_draft_tokens is None else " and max_total_draft_tokens"
+        return f"leave speculation.eagle_topk{kept} out"
+
+    @property
+    @override
     def most_fed(self) -> int:
         if isinstance(self.tree, DynamicTree):
             return self.tree.top_k
@@ -210,8 +218,8 @@ class Eagle3Section(EagleSection):
 
 class MTPSection(EagleSection):
     """Options of `mtp`, which are those of `eagle`. The head is the layer for multi-token prediction that the target's
-    own files hold (Qwen3-Next, Qwen3.5, GLM-4.5): `draft` is left out, or names a device alone. Beyond the first token
-    it goes on with its own states.
+    own files hold (Qwen3-Next, Qwen3.5, GLM-4.5, DeepSeek-V3): `draft` is left out, or names a device alone. Beyond the
+    first token it goes on with its own states.
     """
 
 

@@ -206,6 +206,11 @@ class SpeculationSection(Section):
         """The option that says how large draft trees are."""
         return "max_paths"
 
+    @property
+    def way_to_chains(self) -> str:
+        """What to do so that drafts are chains, for people."""
+        return f"leave speculation.{self.tree_key} out"
+
     def size_of(self, draft_len: int) -> DraftSize:
         """How large a row's draft of so many tokens, one behind the other, is, at most."""
         return DraftSize(1, draft_len)

@@ -146,6 +146,11 @@ class LookaheadSection(SpeculationSection):
         return "lookahead_config"
 
     @property
+    @override
+    def way_to_chains(self) -> str:
+        return "set speculation.method to another, as this one has no chains"
+
+    @property
     def sizes(self) -> LookaheadSizes:
         """Sizes of window, n-grams and verification set."""
         return self.lookahead_config

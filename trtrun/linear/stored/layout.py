@@ -330,12 +330,16 @@ def stored_as(part: TensorSlice, end: str) -> str:
     return part.name.removesuffix("weight") + end
 
 
+class CutError(CheckpointError):
+    """A rank's slice of a matrix ends within what shares a scale or a word."""
+
+
 def cut_groups(part: TensorSlice, axis: int, size: int) -> range:
     """Groups of `size` numbers that a slice takes of an axis of a matrix, 0 for `out` and 1 for `in`: whole ones, or a
     piece of one.
 
     Raises:
-        CheckpointError: it ends within one.
+        CutError: it ends within one.
     """
     whole, held = part.shape[axis], part.ranges[axis]
     share = len(held)
@@ -349,7 +353,8 @@ def cut_words(part: TensorSlice, axis: int, places: int) -> range:
     """Cut as `cut_groups` does, but words that hold `places` numbers each and are never cut.
 
     Raises:
-        CheckpointError: the slice, or the axis, ends within one.
+        CutError: the slice ends within one.
+        CheckpointError: the axis does.
     """
     whole, held = part.shape[axis], part.ranges[axis]
     if whole % places:
@@ -364,9 +369,9 @@ def cut_words(part: TensorSlice, axis: int, places: int) -> range:
 _FEATURES = ("output features", "input features")
 
 
-def _cannot_be_cut(part: TensorSlice, axis: int, reason: str) -> CheckpointError:
+def _cannot_be_cut(part: TensorSlice, axis: int, reason: str) -> CutError:
     whole, share = part.shape[axis], len(part.ranges[axis])
-    return CheckpointError(
+    return CutError(
         f"tensor parallelism: {share} of {whole} {_FEATURES[axis]} of {part.name} would lie on a device, but {reason}: "
         "use fewer devices"
     )
