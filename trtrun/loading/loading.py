@@ -32,6 +32,7 @@ from trtrun.linear.quantization.base import count_bytes
 from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.engine_loader import EngineLoader
 from trtrun.loading.engine_shards import EngineEmbeddingAndHead
+from trtrun.loading.tied_head import check_tied_head
 from trtrun.loading.weight_check import (
     check_forms,
     check_held,
@@ -43,6 +44,7 @@ from trtrun.loading.weight_check import (
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
 from trtrun.tensors import DTYPES, dtype_name, inference
+from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import HeldWeight, Share, Weight, WeightFiles
 from trtrun.weights.weight_loader import CheckpointLoader, Progress, WeightLoader
@@ -193,6 +195,8 @@ def _open_loader(
         return EngineLoader(path, engine, config, share, device, dtype, quantization_of, progress)
     files: WeightFiles = DummyWeights(path, stored, device, config) if is_dummy else open_checkpoint(path)
     total = check_weights(files, config, share, default)
+    if isinstance(files, Checkpoint):
+        check_tied_head(files, config)
     return CheckpointLoader(files, share, device, dtype, quantization_of, total, progress)
 
 

@@ -41,8 +41,10 @@ _PlanMLP = Callable[[int, ModelShape, Mapping[str, Any]], GatedMLPPlan | Experts
 def _plan_layers(
     shape: ModelShape, values: Mapping[str, Any], plan_feed_forward: _PlanMLP, *, is_packed: bool
 ) -> Sequence[LayerPlan]:
-    period = read_size(values, "full_attention_interval")
-    usual = [LINEAR if (index + 1) % period else FULL for index in range(shape.num_layers)]
+    usual: list[str] = []
+    if values.get("layer_types") is None:
+        period = read_size(values, "full_attention_interval")
+        usual = [LINEAR if (index + 1) % period else FULL for index in range(shape.num_layers)]
     attention, net = _read_attention(shape, values), _read_delta_net(shape, values, is_packed)
 
     def plan_mixer(index: int, kind: str) -> MixerPlan:

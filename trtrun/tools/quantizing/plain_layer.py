@@ -209,4 +209,4 @@ def _check(item: Any, architecture: str) -> None:
     for one in fields(item):
         default = None if one.default is MISSING else one.default
         if one.name not in known and getattr(item, one.name) != default:
-            raise ConfigError(f"trtrun quantize does not know the {one.name} of {architecture}: {_INSTEAD}")
+            raise ConfigError(f"trtrun quantize does not know {architecture} (its {one.name}): {_INSTEAD}")
