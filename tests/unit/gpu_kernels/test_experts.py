@@ -171,7 +171,7 @@ def test_the_kernel_in_gluon_is_asked_for_where_it_may_be(monkeypatch: pytest.Mo
         whole, torch.float16, 8, False
     )
     assert not suitability.streams(numbers, torch.float16, 8, False)
-    assert not suitability.streams(whole, torch.bfloat16, 128, False)
+    assert not suitability.streams(whole, torch.bfloat16, 128, False), "of groups of 64, whose sums are two"
     gate, odd = Gate("silu", 0.0), codes_of("mxfp4", weights[:, :40])
     assert suitability.streams(numbers, torch.bfloat16, 8, False, gate)
     assert not suitability.streams(odd, torch.bfloat16, 8, False, gate)
@@ -203,7 +203,7 @@ def test_the_kernel_in_gluon_has_the_bits_of_the_general_one(form: str, has_bias
     x, experts = torch.randn(150, inputs, device="cuda").to(DTYPE), torch.randint(0, 9, (150, 2), device="cuda")
     experts[:, 0], experts[:100, 1] = 0, 5
     general = general_product(x, weight, bias, lay_out(experts, 9, FEWEST_ROWS), 300, 2)
-    for rows in (8, 16, 32, 64, *(() if form.startswith("int4") else (128,))):
+    for rows in (8, 16, 32, 64, *(() if form in ("int4 by 64", "int4 by 32") else (128,))):
         assert streams(weight, DTYPE, rows, has_bias), rows
         for _ in range(3):
             assert torch.equal(streamed_product(x, weight, bias, lay_out(experts, 9, rows), 300, 2), general), rows

@@ -55,7 +55,8 @@ def experts():
     words, scales = torch.zeros((2, 1, 2, 32, 32), dtype=torch.int32), torch.zeros((2, 1, 2, 2, 32), dtype=torch.int32)
     blocks, factor = torch.zeros((2, 1, 2, 64, 4), dtype=torch.uint8), torch.ones((2, 64))
     numbers = {"blocks": blocks, "factor": factor}
-    for rows, more in ((8, numbers), (128, numbers), (64, {"scales": scales})):
+    whole = {"scales": scales}
+    for rows, more in ((8, numbers), (128, numbers), (64, whole), (128, whole)):
         weight = ExpertCodes({"words": words, **more}, 64, 256)
         tiles = ExpertTiles(torch.zeros(rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         x = torch.zeros((3, 256), dtype=torch.bfloat16)
@@ -81,7 +82,7 @@ for kernel in asked:
 print(json.dumps([[kernel.name for kernel in asked], processes.wait()]))
 processes.close()
 """
-OF_EXPERTS = ["_product_kernel"] * 2 + ["_many_rows_kernel"] * 2 + ["_product_kernel"] * 2
+OF_EXPERTS = [*["_product_kernel"] * 2, *["_many_rows_kernel"] * 2] * 2
 KERNELS = [
     "_stream_kernel",
     "_stream_blocks_kernel",

@@ -51,8 +51,8 @@ class FourBitProduct:
     def tile_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
         """Rows of a tile where there are so many pairs of a dtype."""
         rows = four_bits.tile_rows(num_pairs, len(self._weight.tensors["words"]))
-        has_bias, has_exponents = self._bias is not None, "blocks" in self._weight.tensors
-        if has_exponents and rows > 32 and streams(self._weight, dtype, four_bits.MANY_ROWS, has_bias):
+        has_bias = self._bias is not None
+        if rows > 32 and streams(self._weight, dtype, four_bits.MANY_ROWS, has_bias):
             return four_bits.MANY_ROWS  # of which half are left out where an expert has fewer
         return rows if streams(self._weight, dtype, rows, has_bias) else max(rows, four_bits.FEWEST_ROWS)
 

@@ -1,5 +1,5 @@
-"""The product of many pairs of tokens and experts with numbers of 4 bits that have an exponent, as prompts bring them,
-in Triton's Gluon.
+"""The product of many pairs of tokens and experts with codes of 4 bits, as prompts bring them, in Triton's Gluon:
+numbers with an exponent, or whole ones that have a scale for 128 inputs.
 
 A program has 128 features of an expert and 128 of the pairs that chose it, or 64 where there are no more: groups of
 four warps widen weights in the registers of the threads whose matrix units take them, and multiply them with rows in
@@ -39,7 +39,7 @@ from trtrun.kernels.triton.coded_experts.four_bits_words import (
     widen_fp4,
 )
 from trtrun.kernels.triton.expert_tiles import ExpertTiles, grid_of, tile_and_part
-from trtrun.kernels.triton.int4_stream.words import LINE
+from trtrun.kernels.triton.int4_stream.words import LINE, factor_of, widen
 
 _TILE, _GROUP, _WORDS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(TILE * GROUP // 8)
 
@@ -64,6 +64,70 @@ FORMS = {MANY_ROWS: Form(2, 8, 5)}
 _launch_next, _wait_for_all, _tile_and_part = (
     gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all, tile_and_part)
 )
+
+
+@gluon.jit
+def _sum_numbers(
+    total, held, sources, is_pair, left, groups,
+    OPERAND: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """One chain of sums of numbers with an exponent over all groups."""
+    words, scales, x = sources
+    left, inputs = left
+    slot, free = 0, STEPS - 2
+    # There is one at least, which the compiler is to know: sums that come of no product would have others wait.
+    for _ in range(0, gl.maximum(groups, 1), 2):
+        for _ in gl.static_range(2):  # so that weights of one group have other registers than those of the next
+            async_copy.wait_group(STEPS - 3)
+            fence_async_shared()
+            weights = widen_fp4(take_words(held, slot), take_scales(held, slot * PARTS, PARTS), OPERAND, SHIFT, OFFSET)
+            total = warpgroup_mma(weights, held[2].index(slot).permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma_wait(1, deps=(total,))  # for the group before
+            # Where the group before that one was: all warps have waited for it before they last waited for each other.
+            ask(held, (words, scales, x), is_pair, (left, inputs), free, 1, PARTS, SHIFT)
+            free, slot = gl.where(free == STEPS - 1, 0, free + 1), gl.where(slot == STEPS - 1, 0, slot + 1)
+            x, words, scales = x + _GROUP, words + _WORDS, scales + PARTS * _TILE
+            left, inputs = left - 1, inputs - _GROUP
+    return warpgroup_mma_wait(0, deps=(total,))
+
+
+@gluon.jit
+def _widen_whole(held, slot, OPERAND: gl.constexpr, KIND: gl.constexpr, STEPS: gl.constexpr):
+    """Weights of a group that is there, and by what its sums are multiplied."""
+    async_copy.wait_group(STEPS - 3)
+    fence_async_shared()
+    scales = take_scales(held, slot, 1)
+    (weights,) = widen(take_words(held, slot), scales, OPERAND, KIND)
+    return weights, factor_of(scales[0], gl.SliceLayout(1, OPERAND.parent), KIND).expand_dims(1)
+
+
+@gluon.jit
+def _sum_whole(
+    total, held, sources, is_pair, left, groups, OPERAND: gl.constexpr, KIND: gl.constexpr, STEPS: gl.constexpr
+):
+    """Sums of all groups of whole numbers, each of which is multiplied by itself, added up in their order."""
+    words, scales, x = sources
+    left, inputs = left
+    layout: gl.constexpr = total.type.layout
+    nothing = gl.zeros(total.shape, gl.float32, layout=layout)
+    slot, free = 0, STEPS - 2
+    weights, factor = _widen_whole(held, slot, OPERAND, KIND, STEPS)
+    sums = warpgroup_mma(weights, held[2].index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    for _ in range(1, groups, 2):
+        for _ in gl.static_range(2):
+            ask(held, (words, scales, x), is_pair, (left, inputs), free, 1, 1, 0)
+            free, slot = gl.where(free == STEPS - 1, 0, free + 1), gl.where(slot == STEPS - 1, 0, slot + 1)
+            x, words, scales = x + _GROUP, words + _WORDS, scales + _TILE
+            left, inputs = left - 1, inputs - _GROUP
+            weights, next_factor = _widen_whole(held, slot, OPERAND, KIND, STEPS)
+            made = warpgroup_mma_wait(0, deps=(sums,))
+            total = gl.fma(made, factor.broadcast_to(total.shape), total)
+            factor = next_factor
+            # In the same registers, which are read before: the matrix units would wait for what is copied or cleared.
+            total = warpgroup_mma_wait(0, deps=(total,))
+            sums = warpgroup_mma(weights, held[2].index(slot).permute((1, 0)), made, use_acc=False, is_async=True)
+    made = warpgroup_mma_wait(0, deps=(sums,))
+    return gl.fma(made, factor.broadcast_to(total.shape), total)
 
 
 @gluon.jit
@@ -92,30 +156,23 @@ def _multiply_tile(
         gl.allocate_shared_memory(gl.int32, [STEPS * PARTS, _TILE * TILES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(kind, [STEPS, ROWS, _GROUP], rows),
     )
-    left, slot, free = groups, 0, STEPS - 2
+    left = groups
     for step in gl.static_range(STEPS - 2):
         ask(held, (words, scales, x), is_pair, (left, inputs), step, 1, PARTS, SHIFT)
         x, words, scales = x + _GROUP, words + _WORDS, scales + PARTS * _TILE
         left, inputs = left - 1, inputs - _GROUP
     added, of_feature = read_ends(bias, factor, expert, part, features, layout, ADDS, SHIFT, is_gated, TILES)
     total = gl.zeros([_TILE * TILES, ROWS], gl.float32, layout=layout)
-    # There is one at least, which the compiler is to know: sums that come of no product would have others wait.
-    for _ in range(0, gl.maximum(groups, 1), 2):
-        for _ in gl.static_range(2):  # so that weights of one group have other registers than those of the next
-            async_copy.wait_group(STEPS - 3)
-            fence_async_shared()
-            weights = widen_fp4(take_words(held, slot), take_scales(held, slot * PARTS, PARTS), operand, SHIFT, OFFSET)
-            total = warpgroup_mma(weights, held[2].index(slot).permute((1, 0)), total, is_async=True)
-            total = warpgroup_mma_wait(1, deps=(total,))  # for the group before
-            # Where the group before that one was: all warps have waited for it before they last waited for each other.
-            ask(held, (words, scales, x), is_pair, (left, inputs), free, 1, PARTS, SHIFT)
-            free, slot = gl.where(free == STEPS - 1, 0, free + 1), gl.where(slot == STEPS - 1, 0, slot + 1)
-            x, words, scales = x + _GROUP, words + _WORDS, scales + PARTS * _TILE
-            left, inputs = left - 1, inputs - _GROUP
-    total = warpgroup_mma_wait(0, deps=(total,))
+    sources = words, scales, x
+    if SHIFT == 0:
+        total = _sum_whole(total, held, sources, is_pair, (left, inputs), groups, operand, kind, STEPS)
+    else:
+        total = _sum_numbers(
+            total, held, sources, is_pair, (left, inputs), groups, operand, PARTS, SHIFT, OFFSET, STEPS
+        )
     async_copy.wait_group(0)
     added = added.to(gl.float32)[:, None].broadcast_to(total.shape)
-    total = gl.fma(total, of_feature[:, None].broadcast_to(total.shape), added)
+    total = total + added if SHIFT == 0 else gl.fma(total, of_feature[:, None].broadcast_to(total.shape), added)
     store(total.to(kind), y, pairs, part, features, GATE, LIMIT, TILES)
 
 

@@ -24,6 +24,7 @@ _ALIGNED_GATES = 32
 """Gates and their factors, together."""
 
 _MOST_ROWS_OF_WHOLE = 64
+"""Of whole numbers with a scale for fewer inputs than a group has."""
 
 _chosen: dict[tuple[torch.device, torch.dtype, int, int, bool, bool, Gate | None], bool] = {}
 
@@ -33,11 +34,11 @@ def streams(weight: ExpertCodes, dtype: torch.dtype, rows: int, has_bias: bool, 
     words, has_exponents = weight.tensors["words"], "blocks" in weight.tensors
     if not is_hopper(words.device) or weight.inputs % _ALIGNED_INPUTS:
         return False
-    if dtype is not torch.bfloat16 if has_exponents else rows > _MOST_ROWS_OF_WHOLE:
+    size = group_size(weight)
+    if dtype is not torch.bfloat16 if has_exponents else size < GROUP and rows > _MOST_ROWS_OF_WHOLE:
         return False
     if gate is not None and weight.features % _ALIGNED_GATES:
         return False
-    size = group_size(weight)
     kind = (words.device, dtype, rows, size, has_exponents, has_bias, gate)
     if kind in _chosen:
         return _chosen[kind]

@@ -81,7 +81,7 @@ def in_parts(both):
 
 @gluon.jit
 def factor_of(both, LAYOUT: gl.constexpr, KIND: gl.constexpr):
-    """Scales [64] float32 of scales and zero points, by which sums of what `widen` makes are multiplied."""
+    """Scales [features] float32 of scales and zero points, by which sums of what `widen` makes are multiplied."""
     both = gl.convert_layout(both, LAYOUT)
     if gl.bfloat16 == KIND:
         return (both << 16).to(gl.float32, bitcast=True) * _UNITS_OF_BFLOAT16
@@ -91,12 +91,12 @@ def factor_of(both, LAYOUT: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def _zeros_of(both, LAYOUT: gl.constexpr):
-    """Zero points of scales and zero points [64], as pairs of equal numbers [64, 8]."""
+    """Zero points of scales and zero points [features], as pairs of equal numbers [features, 8]."""
     zero = gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, 0x3232;", "=r,r",
         [gl.convert_layout(both, gl.SliceLayout(1, LAYOUT))], dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
-    return zero.expand_dims(1).broadcast_to([_TILE, 8])
+    return zero.expand_dims(1).broadcast_to([zero.shape[0], 8])
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def widen(words, parts, OPERAND: gl.constexpr, KIND: gl.constexpr):
     # [64, 8 pairs, bit 0 of the sixteen, bit 1, bit 2]
     if last == 0:
         pairs = gl.join(gl.join(first, second), gl.join(third, fourth)).permute((0, 4, 3, 2, 1))
-        return (as_operand(pairs.reshape([_TILE, 64]), OPERAND, KIND),)
+        return (as_operand(pairs.reshape([low.shape[0], 64]), OPERAND, KIND),)
     elif last == 1:
         lower, upper = gl.join(first, second).permute((0, 3, 2, 1)), gl.join(third, fourth).permute((0, 3, 2, 1))
         return (
