@@ -53,12 +53,12 @@ MOST: dict[str, float] = {
     "vague_docstrings": 0,
     "largest_room": 16,
     "long_parameter_lists": 13,
-    "long_kernel_parameter_lists": 87,
+    "long_kernel_parameter_lists": 88,
     "words": 46_700,
     "config_way": 30,
     "request_way": 28,
     "files": 760,
-    "lines": 130_500,
+    "lines": 130_700,
     "import_share": 0.12,
 }
 LEAST: dict[str, float] = {"median_lines": 170}
