@@ -182,10 +182,10 @@ def streamed_product(
     *,
     asks_ahead: bool = False,
 ) -> torch.Tensor:
-    """Compute `general_product`, of rows that begin at multiples of 16 bytes in tiles of 8 to 128, of whole numbers with
-    a scale for fewer than 128 inputs to 64; numbers with an exponent times bfloat16 alone. With a gate the first half
-    of the features is activated and multiplied with the second, as `activate_and_multiply` does: [pairs, features / 2];
-    half is a multiple of 16. Without a gate it may ask ahead, as PlainProduct does."""
+    """Compute `general_product`, of rows that begin at multiples of 16 bytes in tiles of 8 to 128, to 64 of whole
+    numbers with a scale for fewer than 128 inputs; numbers with an exponent times bfloat16 alone. With a gate the first
+    half of the features is activated and multiplied with the second, as `activate_and_multiply` does: [pairs, features
+    / 2]; half is a multiple of 16. Without a gate it may ask ahead, as PlainProduct does."""
     words, size, rows = weight.tensors["words"], group_size(weight), tiles.rows
     form = FORMS[size] if "blocks" in weight.tensors else None
     scales = weight.tensors["scales"] if form is None else weight.tensors["blocks"].view(torch.int32)
