@@ -92,10 +92,10 @@ def changes_of(shape: Shape, rows: int) -> list[Change]:
 
     height = four_bits.tile_rows(num_pairs, shape.experts)
     if height > 32:
-        from trtrun.kernels.triton.coded_experts.four_bits_prompts import FORMS, Form
+        from trtrun.kernels.triton.coded_experts.four_bits_prompts import PROGRAMS, Program
 
-        tried = [Form(*it) for it in ((1, 4, 3), (1, 5, 3), (1, 8, 6), (2, 5, 4), (2, 8, 4), (2, 8, 5))]
-        return [Change("both", FORMS, four_bits.MANY_ROWS, tried)]
+        tried = [Program(*it) for it in ((1, 4, 3), (1, 5, 3), (1, 8, 6), (2, 5, 4), (2, 8, 4), (2, 8, 5))]
+        return [Change("both", PROGRAMS, four_bits.MANY_ROWS, tried)]
     group = 4096 + 256 + height * 256
     depths = [Depth(*it) for it in itertools.product((1, 2, 4), (3, 4, 5, 7)) if it[0] * it[1] * group <= shared]
     tiles = num_pairs if num_pairs <= four_bits.FEW_PAIRS else num_pairs + shape.experts

@@ -44,7 +44,7 @@ from trtrun.kernels.triton.int4_stream.words import LINE, factor_of, widen
 _TILE, _GROUP, _WORDS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(TILE * GROUP // 8)
 
 
-class Form(NamedTuple):
+class Program(NamedTuple):
     """What a program has.
 
     Attributes:
@@ -58,7 +58,7 @@ class Form(NamedTuple):
     many_steps: int
 
 
-FORMS = {MANY_ROWS: Form(2, 8, 5)}
+PROGRAMS = {MANY_ROWS: Program(2, 8, 5)}
 """By the rows of a tile of pairs. Bits are the same with any."""
 
 _launch_next, _wait_for_all, _tile_and_part = (
@@ -216,9 +216,9 @@ def multiply_many(
         inputs: of the weight.
         kinds: what the kernel is compiled for.
     """
-    words, form = tensors[1], FORMS[tiles.rows]
+    words, program = tensors[1], PROGRAMS[tiles.rows]
     of_weight = triton.cdiv(features, TILE) * (2 if kinds["GATE"] >= 0 else 1)
-    _many_rows_kernel[grid_of(tiles, triton.cdiv(of_weight, form.tiles))](
+    _many_rows_kernel[grid_of(tiles, triton.cdiv(of_weight, program.tiles))](
         *tensors, *tiles, features, inputs, words.shape[1], words.shape[2],
-        TILES=form.tiles, FEW_STEPS=form.few_steps, MANY_STEPS=form.many_steps, num_warps=4 * form.tiles, **kinds,
+        TILES=program.tiles, FEW_STEPS=program.few_steps, MANY_STEPS=program.many_steps, num_warps=4 * program.tiles, **kinds,
     )  # fmt: skip
