@@ -220,5 +220,6 @@ def multiply_many(
     of_weight = triton.cdiv(features, TILE) * (2 if kinds["GATE"] >= 0 else 1)
     _many_rows_kernel[grid_of(tiles, triton.cdiv(of_weight, program.tiles))](
         *tensors, *tiles, features, inputs, words.shape[1], words.shape[2],
-        TILES=program.tiles, FEW_STEPS=program.few_steps, MANY_STEPS=program.many_steps, num_warps=4 * program.tiles, **kinds,
+        TILES=program.tiles, FEW_STEPS=program.few_steps, MANY_STEPS=program.many_steps,
+        num_warps=4 * program.tiles, **kinds,
     )  # fmt: skip
