@@ -260,7 +260,7 @@ def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
     first = config.layers[0]
     assert isinstance(first, DecoderPlan)
     own = replace(first, attention=replace(first.attention, input_size=7))
-    with pytest.raises(ConfigError, match="does not know LlamaForCausalLM .its input_size.:"):
+    with pytest.raises(ConfigError, match=r"does not know LlamaForCausalLM \(its input_size\):"):
         known_plans(replace(config, layers=(own, *config.layers[1:])))
 
 
