@@ -22,7 +22,7 @@ from trtrun.environment import CPU_LIMIT
 from trtrun.errors import ConfigError
 from trtrun.kernels.arguments import Activations, Delta, Rounding
 from trtrun.kernels.chooser import operations_of
-from trtrun.kernels.torch.experts import Choice, Experts
+from trtrun.kernels.torch.experts import Choice, Choose, Experts
 from trtrun.layers.decoder_layer import MLP, RMSNorm, sum_of_ranks
 
 
@@ -152,6 +152,18 @@ def _pack(
     return packed, owners * most + places
 
 
+class Padding:
+    """Which tokens of a forward are none, as all layers of a model with experts ask: these choose no expert, whose
+    weights would be read for them.
+
+    Attributes:
+        positions: [tokens] int64 on the device, -1 for padding; None where it is not said.
+    """
+
+    def __init__(self) -> None:
+        self.positions: torch.Tensor | None = None
+
+
 class ExpertsMLP(MLP):
     """Experts of which each token chooses some.
 
@@ -160,6 +172,7 @@ class ExpertsMLP(MLP):
         choose: logits [tokens, experts] → the experts of each token.
         experts: x [tokens, hidden] and what was chosen → [tokens, hidden], equal on all ranks.
         shared: an expert of all tokens; None without.
+        padding: of the model's forwards; None where all tokens choose.
     """
 
     takes_rounded_rows: Rounding | None = None
@@ -167,18 +180,19 @@ class ExpertsMLP(MLP):
     def __init__(
         self,
         router: Callable[[torch.Tensor], torch.Tensor],
-        choose: Callable[[torch.Tensor], Choice],
+        choose: Choose,
         experts: Callable[[torch.Tensor, Choice], torch.Tensor],
         shared: SharedExpert | None = None,
+        padding: Padding | None = None,
     ) -> None:
-        self._router, self._choose, self._experts = router, choose, experts
-        self._shared = shared
+        self._router, self._choose_experts, self._experts = router, choose, experts
+        self._shared, self._padding = shared, padding or Padding()
 
     def __call__(self, x: Activations, for_router: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden], equal on all ranks. The router reads `for_router` [tokens, hidden], or
         x."""
         assert isinstance(x, torch.Tensor), "norms round for none that does not say that it takes such rows"
-        output = self._experts(x, self._choose(self._router(x if for_router is None else for_router)))
+        output = self._experts(x, self._choose(x if for_router is None else for_router))
         return output if self._shared is None else self._shared.add_to(output, x)
 
     @override
@@ -188,7 +202,10 @@ class ExpertsMLP(MLP):
         if self._shared is not None or not isinstance(self._experts, (Experts, SummedExperts)):
             return self(x)
         assert isinstance(x, torch.Tensor)
-        return self._experts.leave(x, self._choose(self._router(x)))
+        return self._experts.leave(x, self._choose(x))
+
+    def _choose(self, x: torch.Tensor) -> Choice:
+        return self._choose_experts(self._router(x), positions=self._padding.positions)
 
 
 @dataclass

@@ -162,6 +162,7 @@ def load_model(
         share,
         adapted,
         reader.layer_inputs,
+        reader.padding,
     )
     return model, LoadReport(reader.bytes_read, size)
 

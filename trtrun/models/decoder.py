@@ -26,6 +26,7 @@ from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.layers.decoder_layer import Attention, RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
+from trtrun.layers.experts import Padding
 from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.layers.uniform_layers import are_uniform
@@ -109,6 +110,7 @@ class CausalLM:
         share: Share,
         adapted: AdaptedLayers | None = None,
         layer_inputs: LayerInputs | None = None,
+        padding: Padding | None = None,
     ) -> None:
         """Put the parts together; `rotary` is of each layer, the same object where layers rotate alike, and `attention`
         for each size of heads."""
@@ -127,6 +129,7 @@ class CausalLM:
         self._rotary_of_layer = [self._rotary.index(table) for table in rotary]
         self._attention = attention
         self._layer_inputs = layer_inputs
+        self._padding = padding or Padding()
         self.adapted = adapted
         self.on_layer: Callable[[], None] | None = None
         self.has_like_layers = are_uniform(layers)
@@ -189,6 +192,7 @@ class CausalLM:
         hidden = self._embedding(tokens)
         if self._layer_inputs is not None:
             self._layer_inputs.begin(tokens, hidden)
+        self._padding.positions = positions
         delta: Delta | None = None
         behind_layers = len(self._layers)
         reads_end = taps is not None and taps.read_from(behind_layers)
@@ -209,6 +213,7 @@ class CausalLM:
             delta = layer.feed_forward(hidden, attended) if len(hidden) else hidden
             if self.on_layer is not None:
                 self.on_layer()
+        self._padding.positions = None
         if self._layer_inputs is not None:
             self._layer_inputs.end()
         normed = hidden
@@ -226,6 +231,7 @@ class CausalLM:
             self.adapted.keep(wanted)
         if self._layer_inputs is not None:
             self._layer_inputs.keep(wanted)
+        self._padding.positions = None  # of a layer it is not worth to find them again
 
     @inference
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

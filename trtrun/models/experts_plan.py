@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
-    from trtrun.kernels.torch.experts import Choice, ExpertCodes, Experts
+    from trtrun.kernels.torch.experts import Choice, Choose, ExpertCodes, Experts
     from trtrun.layers.experts import ExpertsMLP, SharedExpert
     from trtrun.weights.weight_reader import WeightReader
 
@@ -237,7 +237,7 @@ class ExpertsPlan:
         from trtrun.layers.experts import ExchangedExperts, ExpertsMLP, SummedExperts
 
         choose_experts = operations_of(reader.device.type).choose_experts
-        choose: Callable[[torch.Tensor], Choice]
+        choose: Choose
         bias = None if self.choice_bias is None else reader.tensor(self.choice_bias).flatten()
         num_shared = self._count_shared(reader)
         has_gate = num_shared > 0 and self.shared_gate is not None
@@ -257,7 +257,9 @@ class ExpertsPlan:
         elif reader.share.size > 1:
             experts = SummedExperts(held, reader.communicator)
         shared = None if num_shared else self._build_shared(reader)
-        return ExpertsMLP(self._build_router(reader, has_gate), choose, experts, shared)
+        # On CPUs what padding brings must be numbers: there a look at all tokens tells of those that are none.
+        padding = reader.padding if reader.device.type != "cpu" and not self.by_experts else None
+        return ExpertsMLP(self._build_router(reader, has_gate), choose, experts, shared, padding)
 
     def _build_router(self, reader: WeightReader, has_gate: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """Hidden to a logit of each expert, and behind these, where it `has_gate`, to that of the shared expert."""

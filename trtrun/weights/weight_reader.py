@@ -16,6 +16,7 @@ from trtrun.kernels.torch.operations import HeadProducts, Product
 from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
+from trtrun.layers.experts import Padding
 from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.linear.layer import AdaptedLayers, Linear
 from trtrun.linear.quantization import QUANTIZATIONS
@@ -39,6 +40,7 @@ class WeightReader:
 
     Attributes:
         layer_inputs: of the layers that are built; None where they have none.
+        padding: of the model's forwards, for layers that ask.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class WeightReader:
         self._backends: dict[int, AttentionBackend] = {}
         self._latents: LatentBackend | None = None
         self.layer_inputs: LayerInputs | None = None
+        self.padding = Padding()
 
     @property
     def bytes_read(self) -> int:

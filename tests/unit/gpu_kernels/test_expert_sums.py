@@ -106,6 +106,23 @@ class _Pair:
         return x * 2
 
 
+def test_of_what_has_no_share_nothing_is_added() -> None:
+    """As of padding, for which experts make nothing, so that any number may stand there."""
+    from trtrun.kernels.triton.expert_sums import add_up
+    from trtrun.kernels.triton.fused import add_and_normalise
+
+    hidden, sums, weight = made(6, 3, 40)
+    expected, stream = add_up(sums), hidden.clone()
+    normed = add_and_normalise(stream, sums, weight, 1e-6)
+    for token, number in ((1, "nan"), (4, "inf")):
+        sums.made[token], sums.shares[token] = float(number), 0.0
+        expected[token] = 0.0
+        own = hidden[token : token + 1].clone()
+        normed[token] = add_and_normalise(own, torch.zeros_like(own), weight, 1e-6)[0]
+    assert torch.equal(add_up(sums), expected)
+    assert torch.equal(add_and_normalise(hidden, sums, weight, 1e-6), normed)
+
+
 def layer_of(kind: str, count: int = 6, hidden: int = 64, features: int = 32) -> DecoderLayer:
     """A layer with experts by Triton's kernels."""
     from trtrun.kernels.triton.experts import TritonExperts
@@ -116,8 +133,8 @@ def layer_of(kind: str, count: int = 6, hidden: int = 64, features: int = 32) ->
     norms = [RMSNorm(torch.rand(hidden, device=DEVICE).to(DTYPE), 1e-6) for _ in range(3)]
     held = TritonExperts((gate_up, down), (None, None), "silu", 1.0)
 
-    def choose(logits: torch.Tensor) -> Choice:
-        return choose_experts(logits, 3, renormalises=True)
+    def choose(logits: torch.Tensor, *, positions: torch.Tensor | None = None) -> Choice:
+        return choose_experts(logits, 3, renormalises=True, positions=positions)
 
     mlp = ExpertsMLP(
         lambda x: x @ router.T, choose,

@@ -266,6 +266,31 @@ def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, dtype: t
     assert max(len(set(row)) for row in groups.tolist()) <= (5 if routing.groups == 1 else routing.chosen_groups)
 
 
+@pytest.mark.parametrize("routing", [Routing("softmax"), Routing("softmax", num_shared=1, is_gated=True)], ids=str)
+def test_padding_chooses_no_expert(routing: Routing) -> None:
+    """Not that of all tokens, either; others choose as they do beside it."""
+    from trtrun.kernels.triton import expert_choice
+    from trtrun.kernels.triton.experts import TritonExperts
+
+    torch.manual_seed(4)
+    logits = torch.randn(9, 6 + routing.is_gated, device=DEVICE).to(DTYPE)
+    positions = torch.tensor([4, -1, 0, 7, -1, -1, 1, 2, -1], device=DEVICE)
+    kinds = {"renormalises": True, "routing": routing}
+    whole, found, expected = (
+        choose(logits, 3, positions=places, **kinds)  # type: ignore[operator]
+        for choose, places in (
+            (expert_choice.choose_experts, None), (expert_choice.choose_experts, positions), (choose_experts, positions)
+        )
+    )  # fmt: skip
+    real = positions >= 0
+    assert torch.equal(found.experts, expected.experts) and (found.experts[~real] == -1).all()
+    assert torch.equal(found.experts[real], whole.experts[real]) and torch.equal(found.shares[real], whole.shares[real])
+    assert not found.shares[~real].any() and not expected.shares[~real].any()
+    gate_up, down, x, _ = made((7, 48, 32, 3), 9)
+    experts = TritonExperts((gate_up, down), (None, None), "silu", 1.0)
+    assert torch.equal(experts(x, found)[real], experts(x, whole)[real]) and not experts(x, found)[~real].any()
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
 @pytest.mark.parametrize(("count", "chosen"), [(128, 8), (40, 6), (256, 8)])

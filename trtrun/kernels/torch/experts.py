@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from typing_extensions import override
@@ -61,12 +61,19 @@ class Choice(NamedTuple):
 
     Attributes:
         experts: [tokens, chosen] int64; of equally likely ones the lower number comes first. -1 where the expert is not
-            held here, among experts of a rank that holds some.
+            held here, among experts of a rank that holds some, and of padding.
         shares: [tokens, chosen] float32: what their results are multiplied by.
     """
 
     experts: torch.Tensor
     shares: torch.Tensor
+
+
+class Choose(Protocol):
+    """Which experts tokens choose, by logits [tokens, experts]; `positions` [tokens] int64 are negative for padding,
+    which chooses none, and None where there is no padding."""
+
+    def __call__(self, logits: torch.Tensor, *, positions: torch.Tensor | None = None) -> Choice: ...
 
 
 def choose_experts(
@@ -76,10 +83,11 @@ def choose_experts(
     renormalises: bool,
     routing: Routing = USUAL,
     bias: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> Choice:
     """The `num_chosen` best experts of logits [tokens, experts]; shares of those that are chosen sum to 1, but for the
     factor, where `renormalises`. `bias` is [experts] float32, where the routing has one. Experts that all tokens have
-    come last."""
+    come last. Where `positions` [tokens] int64 are negative the token chooses none, with a share of 0."""
     wide = logits.float()
     wide, gates = (wide[:, :-1], wide[:, -1:]) if routing.is_gated else (wide, None)
     if routing.scores == "softmax":
@@ -96,7 +104,12 @@ def choose_experts(
     if renormalises:
         shares = shares / (_sum_one_by_one(shares) + LEAST_TOTAL).unsqueeze(1)
     choice = Choice(experts, shares if routing.factor == 1.0 else shares * routing.factor)
-    return choice if not routing.num_shared else _with_shared(choice, wide.shape[1], routing.num_shared, gates)
+    if routing.num_shared:
+        choice = _with_shared(choice, wide.shape[1], routing.num_shared, gates)
+    if positions is None:
+        return choice
+    is_padding = (positions < 0).unsqueeze(1)
+    return Choice(choice.experts.masked_fill(is_padding, -1), choice.shares.masked_fill(is_padding, 0.0))
 
 
 def _with_shared(choice: Choice, num_experts: int, count: int, gates: torch.Tensor | None) -> Choice:
@@ -133,16 +146,16 @@ class ScaledChoice:
     """A choice of experts whose shares are then multiplied by a number of each expert.
 
     Args:
-        choose: logits [tokens, experts] → what is chosen.
+        choose: by logits alone.
         factors: [experts] float32.
     """
 
-    def __init__(self, choose: Callable[[torch.Tensor], Choice], factors: torch.Tensor) -> None:
+    def __init__(self, choose: Choose, factors: torch.Tensor) -> None:
         self._choose, self._factors = choose, factors
 
-    def __call__(self, logits: torch.Tensor) -> Choice:
-        """logits [tokens, experts] → what is chosen."""
-        experts, shares = self._choose(logits)
+    def __call__(self, logits: torch.Tensor, *, positions: torch.Tensor | None = None) -> Choice:
+        """Choose as `choose` does."""
+        experts, shares = self._choose(logits, positions=positions)
         return Choice(experts, shares * self._factors[experts])
 
 

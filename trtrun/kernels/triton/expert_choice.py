@@ -58,12 +58,12 @@ def _ranks_of_half(value):
 
 @triton.jit
 def _choose_kernel(
-    logits, bias, experts, shares, num_experts, stride, factor,
+    logits, positions, bias, experts, shares, num_experts, stride, factor,
     CHOSEN: tl.constexpr, SHARED: tl.constexpr, IS_GATED: tl.constexpr, PLACES: tl.constexpr,
     RENORMALISES: tl.constexpr, PADDED: tl.constexpr,
     IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, SUMMED: tl.constexpr, PADDED_GROUPS: tl.constexpr, LEAST: tl.constexpr,
-    IS_PACKED: tl.constexpr, EARLY: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_POSITIONS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -112,6 +112,9 @@ def _choose_kernel(
             share = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + num_experts).to(tl.float32)))
         chosen = tl.where(places < CHOSEN, chosen, num_experts + places - CHOSEN)
         of_chosen = tl.where(places < CHOSEN, of_chosen, share)
+    if HAS_POSITIONS:
+        is_token = tl.load(positions + row) >= 0
+        chosen, of_chosen = tl.where(is_token, chosen, -1), tl.where(is_token, of_chosen, 0.0)
     every_place: tl.constexpr = CHOSEN + SHARED
     tl.store(experts + row * every_place + places, chosen, mask=places < every_place)
     tl.store(shares + row * every_place + places, of_chosen, mask=places < every_place)
@@ -130,6 +133,7 @@ def choose_experts(
     renormalises: bool,
     routing: Routing = USUAL,
     bias: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> Choice:
     """Choose as trtrun.kernels.torch.experts does, in one kernel."""
     tokens, num_experts = len(logits), logits.shape[1] - routing.is_gated
@@ -138,13 +142,15 @@ def choose_experts(
     shares = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if tokens:
         _choose_kernel[(tokens,)](
-            logits, shares if bias is None else bias, experts, shares, num_experts, logits.stride(0),
+            logits, experts if positions is None else positions, shares if bias is None else bias, experts, shares,
+            num_experts, logits.stride(0),
             float(routing.factor), CHOSEN=num_chosen, SHARED=routing.num_shared, IS_GATED=routing.is_gated,
             PLACES=triton.next_power_of_2(shape[1]), RENORMALISES=renormalises,
             PADDED=triton.next_power_of_2(num_experts), IS_SIGMOID=routing.scores == "sigmoid",
             HAS_BIAS=bias is not None, OF_GROUP=num_experts // routing.groups, GROUPS=routing.groups,
             CHOSEN_GROUPS=routing.chosen_groups, SUMMED=routing.summed,
             PADDED_GROUPS=triton.next_power_of_2(routing.groups), LEAST=LEAST_TOTAL,
-            IS_PACKED=_is_packed(logits, routing, bias), num_warps=1, **early(logits),
+            IS_PACKED=_is_packed(logits, routing, bias), HAS_POSITIONS=positions is not None, num_warps=1,
+            **early(logits),
         )  # fmt: skip
     return Choice(experts, shares)

@@ -15,7 +15,7 @@ from trtrun.kernels.triton.early_launch import begin, early
 @triton.jit
 def sum_of_experts(made, shares, token, element, inside, size, CHOSEN: tl.constexpr):
     """float32 like `element`: some elements of what a token's experts made, added up in their order, each by an
-    operation that rounds once."""
+    operation that rounds once. Of what has no share nothing is added, whatever it is."""
     values = ()
     for place in tl.static_range(CHOSEN):
         pair = token * CHOSEN + place
@@ -26,7 +26,7 @@ def sum_of_experts(made, shares, token, element, inside, size, CHOSEN: tl.conste
     total = tl.zeros(element.shape, tl.float32)
     for place in tl.static_range(CHOSEN):
         share = tl.broadcast_to(tl.load(shares + token * CHOSEN + place), element.shape)
-        total = tl.fma(values[place].to(tl.float32), share, total)
+        total = tl.where(share == 0.0, total, tl.fma(values[place].to(tl.float32), share, total))
     return total
 
 
