@@ -1,4 +1,4 @@
-"""Padding of forwards on GPUs chooses no expert: which tokens are padding comes to all layers, but for the last one where
+"""Padding of forwards on GPUs chooses no expert. Which tokens are padding comes to all layers but the last one, where
 tokens are left out behind its attention. Kernels have tests of their own."""
 
 from __future__ import annotations
