@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,20 @@ def useless_draft(path: Path, **overrides: Any) -> Path:
     return make_checkpoint(path, seed=77, **{**small, "num_key_value_heads": 1, **overrides})
 
 
+@lru_cache(maxsize=1)
+def _load_reference(path: Path, files: frozenset[tuple[str, int, int]]) -> Any:
+    """Tests of one target follow each other; `files` are what it has, so that one that changed is read anew."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 class Reference:
-    """transformers with the checkpoint's weights in float32."""
+    """transformers with the checkpoint's weights in float32. Nobody changes its model."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        found = ((file.name, file.stat()) for file in path.iterdir())
+        self.model = _load_reference(path, frozenset((name, of.st_mtime_ns, of.st_size) for name, of in found))
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ skips alone. test_failing_rank.py proves all this.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ class RankHarness:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Abort when the session ends with anything but success or "no tests"."""
+        gc.unfreeze()  # else Triton, at the end, tells of every object that is left over
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             self._abort(f"pytest ended with status {int(exitstatus)}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,15 +78,21 @@ def alone(config: RuntimeConfig, use: Callable[[LLM], T]) -> T:
 
 
 def run_job(config: RuntimeConfig, use: Callable[[LLM], T]) -> T | None:
-    """Run `use` at rank 0 of a job over all ranks; returns what it returns there, None elsewhere."""
+    """Run `use` at rank 0 of a job over all ranks; returns what it returns there, None elsewhere.
+
+    What tests begin with is left out of garbage collections already, and to count it takes as long as a small job's
+    start (test_garbage_ranks.py has workers that do so).
+    """
     meet()  # rank 0 may have been at something else
-    with open_llm(config) as llm:
-        assert (llm is not None) == (MPI.COMM_WORLD.rank == 0)
-        if llm is None:
-            return None
-        result = use(llm)
-        llm.check_idle()
-        return result
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "leaving_out_what_is", nullcontext)
+        with open_llm(config) as llm:
+            assert (llm is not None) == (MPI.COMM_WORLD.rank == 0)
+            if llm is None:
+                return None
+            result = use(llm)
+            llm.check_idle()
+            return result
 
 
 def job_configuration(folder: Path, devices: Devices, draft: str = "noisy", **sections: Any) -> RuntimeConfig:

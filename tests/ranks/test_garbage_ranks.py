@@ -37,12 +37,15 @@ def test_worker_ranks_serve_with_their_start_left_out(
         serve(*given)
 
     monkeypatch.setattr(job, "serve", noted)
-    gc.unfreeze()
     config = configuration(target, None, devices=((), ("cpu:0", "cpu:1")))
-    with open_llm(config) as llm:
-        if llm is not None:
-            assert llm.generate([prompt_of(5)], SamplingParams(max_tokens=4))[0].error is None
-            return
-    ((frozen, looked_through),) = left_out
-    assert frozen > 50 * looked_through, "modules alone are a hundred thousand objects"
-    assert gc.get_freeze_count() == 0, "what this process does next may make garbage of the engine"
+    gc.unfreeze()
+    try:
+        with open_llm(config) as llm:
+            if llm is not None:
+                assert llm.generate([prompt_of(5)], SamplingParams(max_tokens=4))[0].error is None
+                return
+        ((frozen, looked_through),) = left_out
+        assert frozen > 50 * looked_through, "modules alone are a hundred thousand objects"
+        assert gc.get_freeze_count() == 0, "what this process does next may make garbage of the engine"
+    finally:
+        gc.freeze()  # as the tests begin: each later job would look through all modules

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,19 @@ def use(llm: LLM) -> dict[str, Any]:
     return {"texts": tokens_of(outputs), "choices": origins[4:6]}
 
 
+@cache
+def texts_alone(folder: Path) -> Any:
+    """What one process says without a draft. Of rank 0."""
+    return alone(job_configuration(folder, ONE_SLOT), use)["texts"]
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name in HERE])
 def test_guided_texts_are_those_of_one_process(folder: Path, name: str) -> None:
     sections: dict[str, Any] = {"speculation": {"draft_len": 3, **METHODS[name]}}
     found = run_job(job_configuration(folder, HERE[name], **sections), use)
     if found is None:
         return
-    assert found["texts"] == alone(job_configuration(folder, ONE_SLOT), use)["texts"]
+    assert found["texts"] == texts_alone(folder)
     # What must follow is drafted: only where the texts part may a draft be wrong.
     assert all(origins.count("r") <= 1 and origins.count("a") > 6 for origins in found["choices"]), found["choices"]
 
@@ -131,4 +138,4 @@ def test_rows_that_wait_for_their_guide_say_what_they_would(
     if found is None:
         return
     assert found["waits"] > 3
-    assert found["texts"] == alone(job_configuration(folder, ONE_SLOT), use)["texts"]
+    assert found["texts"] == texts_alone(folder)

@@ -13,7 +13,7 @@ from jobs import HERE, alone, job_configuration, prompts, run_job, sampling
 from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import configuration, noisy_copy, tokens_of
-from test_ahead import Bend, as_it_is, every_guess_is_wrong, no_guess_matches, no_patience, nothing_is_drafted
+from test_ahead import BENT, Bend, as_it_is, cases, no_patience
 
 from trtrun import LLM, SamplingParams
 
@@ -34,7 +34,7 @@ def folder(family: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = None
     if MPI.COMM_WORLD.rank == 0:
         path = tmp_path_factory.mktemp("states")
-        noisy_copy(path / "noisy", make_decaying_checkpoint(path / "target"), 0.03)
+        noisy_copy(path / "noisy", make_decaying_checkpoint(path / "target", num_hidden_layers=2), 0.03)
     return from_rank_0(path)
 
 
@@ -66,8 +66,7 @@ def test_layers_are_shared_out(folder: Path, expected: list[Any], name: str) -> 
         assert (found["totals"]["num_accepted_draft_tokens"] > 20) == bool(HERE[name][0])
 
 
-@pytest.mark.parametrize("bend", [no_guess_matches, nothing_is_drafted, no_patience, every_guess_is_wrong, as_it_is])
-@pytest.mark.parametrize("name", DRAFTED_APART)
+@pytest.mark.parametrize(("name", "bend"), cases(BENT, {"1+2": no_patience, "2+1": as_it_is}))
 def test_drafts_made_ahead_change_no_text(
     folder: Path, expected: list[Any], name: str, bend: Bend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

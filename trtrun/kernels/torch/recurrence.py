@@ -61,26 +61,34 @@ def _go_through_segment(
     rows = leading_rows(rows)
     slots, capacity = rows.slots, kept.inputs[0].shape[1]
     state = [part.index_select(0, slots) for part in kept.states]
-    for passed in range(int((rows.end - rows.kept).max()) + 1):
-        position = rows.kept + passed
-        settled = position == rows.settled
-        saved = (position == rows.saved_at) & (position <= rows.end)
-        for part, states, snapshots in zip(state, kept.states, kept.snapshots, strict=True):
-            states[slots[settled]] = part[settled]
-            snapshots[rows.snapshots[saved]] = part[saved]
-        lives, is_fed = position < rows.end, position >= rows.first
-        place, turn = (rows.places + position).clamp(0, len(found) - 1), position % capacity
+    # Of all tokens at once, [tokens, rows] each: what most tokens do nothing of is not asked for at every one.
+    positions = rows.kept + torch.arange(int((rows.end - rows.kept).max()) + 1).unsqueeze(1)
+    settled = positions == rows.settled
+    saved = (positions == rows.saved_at) & (positions <= rows.end)
+    lives, fed = positions < rows.end, positions >= rows.first
+    counted = fed & lives
+    places, turns = (rows.places + positions).clamp(0, len(found) - 1), positions % capacity
+    stops, counts = (settled | saved).any(1).tolist(), counted.any(1).tolist()
+    for passed in range(len(positions)):
+        if stops[passed]:
+            here, there = settled[passed], saved[passed]
+            for part, states, snapshots in zip(state, kept.states, kept.snapshots, strict=True):
+                states[slots[here]] = part[here]
+                snapshots[rows.snapshots[there]] = part[there]
+        if passed == len(positions) - 1:  # behind the last token
+            break
+        place, turn, written = places[passed], turns[passed], counted[passed]
         brought = []
         for given, stored in zip(inputs, kept.inputs, strict=True):
-            fed = given.index_select(0, place)
-            stored_before = stored[slots, turn]
-            brought.append(torch.where(_beside(is_fed, fed), fed, stored_before))
-            written = is_fed & lives
-            stored[slots[written], turn[written]] = fed[written]
+            told = given.index_select(0, place)
+            brought.append(torch.where(_beside(fed[passed], told), told, stored[slots, turn]))
+            if counts[passed]:
+                stored[slots[written], turn[written]] = told[written]
         new, out = step(state, brought)
-        state = [torch.where(_beside(lives, part), part, old) for part, old in zip(new, state, strict=True)]
-        counted = is_fed & lives
-        found[place[counted]] = out[counted]
+        alive = lives[passed]
+        state = [torch.where(_beside(alive, part), part, old) for part, old in zip(new, state, strict=True)]
+        if counts[passed]:
+            found[place[written]] = out[written]
 
 
 def _beside(rows: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
