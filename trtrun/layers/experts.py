@@ -185,14 +185,14 @@ class ExpertsMLP(MLP):
         shared: SharedExpert | None = None,
         padding: Padding | None = None,
     ) -> None:
-        self._router, self._choose_experts, self._experts = router, choose, experts
+        self._router, self._choose, self._experts = router, choose, experts
         self._shared, self._padding = shared, padding or Padding()
 
     def __call__(self, x: Activations, for_router: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden], equal on all ranks. The router reads `for_router` [tokens, hidden], or
         x."""
         assert isinstance(x, torch.Tensor), "norms round for none that does not say that it takes such rows"
-        output = self._experts(x, self._choose(x if for_router is None else for_router))
+        output = self._experts(x, self._choice_of(x if for_router is None else for_router))
         return output if self._shared is None else self._shared.add_to(output, x)
 
     @override
@@ -202,10 +202,10 @@ class ExpertsMLP(MLP):
         if self._shared is not None or not isinstance(self._experts, (Experts, SummedExperts)):
             return self(x)
         assert isinstance(x, torch.Tensor)
-        return self._experts.leave(x, self._choose(x))
+        return self._experts.leave(x, self._choice_of(x))
 
-    def _choose(self, x: torch.Tensor) -> Choice:
-        return self._choose_experts(self._router(x), positions=self._padding.positions)
+    def _choice_of(self, x: torch.Tensor) -> Choice:
+        return self._choose(self._router(x), positions=self._padding.positions)
 
 
 @dataclass

@@ -70,7 +70,7 @@ def test_blocks_that_are_asked_for_leave_places_for_all_rows_or_what_fits() -> N
             max_tokens=tokens,
             most_useful=10**9,
             where="rank 0",
-            places=PlaceDemand(3, 4),
+            places=PlaceDemand(3, 4, 4),
         )
 
     assert sizes(10**6) == (51, 13) and sizes(10**6, tokens=16 * 8) == (9, 9)
@@ -151,9 +151,9 @@ def test_one_row_has_its_places_where_there_are_fewer_blocks() -> None:
         "most_useful": 1000,
         "where": "r",
     }
-    size = count_kv_blocks(60_000, SlotMemory(0, 1000, 0, 10), places=PlaceDemand(4, 80), **settings)
+    size = count_kv_blocks(60_000, SlotMemory(0, 1000, 0, 10), places=PlaceDemand(4, 80, 80), **settings)
     assert size.places >= 81 and 40 < size.blocks < 81
-    size = count_kv_blocks(18_000, SlotMemory(0, 1000), places=PlaceDemand(4, 40), **settings)
+    size = count_kv_blocks(18_000, SlotMemory(0, 1000), places=PlaceDemand(4, 40, 40), **settings)
     assert size == StoreSize(18, 41)
 
 

@@ -28,7 +28,7 @@ def test_tokens_that_are_none_choose_no_expert(
         def built(plan: ExpertsPlan, reader: Any) -> ExpertsMLP:
             made: ExpertsMLP = build(plan, reader)
             made._padding = reader.padding  # as on a GPU
-            choose = made._choose_experts
+            choose = made._choose
 
             def chosen(logits: torch.Tensor, *, positions: torch.Tensor | None = None) -> Choice:
                 found = choose(logits, positions=positions)
@@ -36,7 +36,7 @@ def test_tokens_that_are_none_choose_no_expert(
                 # Experts of the CPU leave any numbers where there is none, and add them up.
                 return Choice(found.experts.clamp(min=0), found.shares)
 
-            made._choose_experts = chosen
+            made._choose = chosen
             return made
 
         return built
