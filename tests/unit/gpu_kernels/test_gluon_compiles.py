@@ -55,13 +55,15 @@ def experts():
     words, scales = torch.zeros((2, 1, 2, 32, 32), dtype=torch.int32), torch.zeros((2, 1, 2, 2, 32), dtype=torch.int32)
     blocks, factor = torch.zeros((2, 1, 2, 64, 4), dtype=torch.uint8), torch.ones((2, 64))
     numbers = {"blocks": blocks, "factor": factor}
-    whole = {"scales": scales}
-    for rows, more in ((8, numbers), (128, numbers), (64, whole), (128, whole)):
+    whole, gate = {"scales": scales}, Gate("clamped_swiglu", 7.0)
+    for rows, more, gates in (
+        (8, numbers, (None, gate)), (128, numbers, (gate,)), (64, whole, (None,)), (128, whole, (None,))
+    ):
         weight = ExpertCodes({"words": words, **more}, 64, 256)
         tiles = ExpertTiles(torch.zeros(rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         x = torch.zeros((3, 256), dtype=torch.bfloat16)
-        for gate in (None, Gate("clamped_swiglu", 7.0)):
-            four_bits_stream.streamed_product(x, weight, None, tiles, 3, 1, gate, asks_ahead=gate is None)
+        for one in gates:
+            four_bits_stream.streamed_product(x, weight, None, tiles, 3, 1, one, asks_ahead=one is None)
 
 def prompts():
     query = torch.zeros((64, 8, 64), dtype=torch.bfloat16)
@@ -82,7 +84,7 @@ for kernel in asked:
 print(json.dumps([[kernel.name for kernel in asked], processes.wait()]))
 processes.close()
 """
-OF_EXPERTS = [*["_product_kernel"] * 2, *["_many_rows_kernel"] * 2] * 2
+OF_EXPERTS = ["_product_kernel"] * 2 + ["_many_rows_kernel", "_product_kernel", "_many_rows_kernel"]
 KERNELS = [
     "_stream_kernel",
     "_stream_blocks_kernel",
