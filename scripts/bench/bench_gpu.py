@@ -145,7 +145,8 @@ def run_part(part: Part, bench: Workbench, records: Records, until: float) -> No
         state = "done"
     except ChildError as error:
         state = f"failed: {error}"
-        print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr, flush=True)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr, flush=True)
     except Stopped:
         raise
     except Exception as error:  # a defect of one part costs no other

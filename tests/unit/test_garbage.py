@@ -137,21 +137,9 @@ sys.exit(cli.main())
     config = tmp_path / "config.yaml"
     model = ROOT / "trtrun" / "assets" / "draft"
     config.write_text(f"target: {{model: {model}, devices: ['cpu:0']}}\nspeculation: {{method: none}}\nthreads: 1\n")
-    words = [
-        "bench",
-        "--config",
-        config,
-        "--rows",
-        "1",
-        "--max-tokens",
-        "2",
-        "--repeats",
-        "1",
-        "--peer",
-        "transformers",
-    ]
+    words = ["bench", "--rows", "1", "--max-tokens", "2", "--repeats", "1", "--peer", "transformers", "--config"]
     ended = subprocess.run(
-        [sys.executable, "-c", source, *map(str, words)], capture_output=True, text=True, timeout=120, check=True,
+        [sys.executable, "-c", source, *words, str(config)], capture_output=True, text=True, timeout=120, check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
     found = re.search(r"of 1 workloads (\d+) bytes are left", ended.stderr)

@@ -29,9 +29,8 @@ class WindowRule:
         fed_again: positions that an engine may feed once more of a prefix that another row has written.
         chunk: tokens of a prompt that a row reads in a round, at most.
         blocks_per_row: blocks of a row that have places at a time, at most.
-        blocks_beside: for how many blocks of each row beside that one there are places, where there is memory for all:
-            those of a shorter chunk, as a round reads no more than one long one. Rows may hold more while others hold
-            less.
+        blocks_beside: blocks of each other row that there are places for, where memory allows: as many as a row needs
+            with a short chunk, because a round has tokens for one long chunk alone.
     """
 
     window: int

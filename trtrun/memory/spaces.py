@@ -62,9 +62,10 @@ def window_rule(config: RuntimeConfig, models: JobModels) -> WindowRule | None:
     def count(read: int) -> int:
         return -(-(window + fed_again + max(read, lacking + drafted)) // size) + 1
 
-    if count(least) * size >= models.context or (stored is not None and count(least) * size > stored):
+    beside = count(least)
+    if beside * size >= models.context or (stored is not None and beside * size > stored):
         return None  # a row is never longer
-    return WindowRule(window, fed_again, chunk, count(chunk), count(least))
+    return WindowRule(window, fed_again, chunk, count(chunk), beside)
 
 
 def _shares_tables(config: RuntimeConfig, models: JobModels) -> bool:

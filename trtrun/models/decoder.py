@@ -231,7 +231,7 @@ class CausalLM:
             self.adapted.keep(wanted)
         if self._layer_inputs is not None:
             self._layer_inputs.keep(wanted)
-        self._padding.positions = None  # of a layer it is not worth to find them again
+        self._padding.positions = None  # for one layer it is not worth to gather them
 
     @inference
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

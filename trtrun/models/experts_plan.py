@@ -257,7 +257,7 @@ class ExpertsPlan:
         elif reader.share.size > 1:
             experts = SummedExperts(held, reader.communicator)
         shared = None if num_shared else self._build_shared(reader)
-        # On CPUs what padding brings must be numbers: there a look at all tokens tells of those that are none.
+        # Not on CPUs, where what is left of padding would be any number, and all tokens are looked at for overflow.
         padding = reader.padding if reader.device.type != "cpu" and not self.by_experts else None
         return ExpertsMLP(self._build_router(reader, has_gate), choose, experts, shared, padding)
 

@@ -27,13 +27,15 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, as trtrun's orchestrator is in its caller's
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has looked at the GPUs before
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for even_out, to workers that are processes of this one
     "VLLM_HOST_IP": "127.0.0.1",  # all of it is on one host, which may have no network
     "GLOO_SOCKET_IFNAME": "lo",
     "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",  # else it is compiled when it is imported
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Of the environment, unless they are set."""
+
+MADE_UP = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""The same where weights are made up: `even_out` goes to workers that are processes of this one."""
 
 OPTIONAL = {
     "flashinfer": {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
@@ -58,9 +60,10 @@ LEAST_BATCHED_TOKENS = 8192
 """Of one step: vLLM's own default on large GPUs."""
 
 
-def prepare_environment() -> None:
-    """Before vLLM is imported. Whoever ends this process ends its workers, too: they are of its process group."""
-    for name, value in SETTINGS.items():
+def prepare_environment(is_dummy: bool) -> None:
+    """Before vLLM is imported, for weights that it reads or makes up. Whoever ends this process ends its workers, too:
+    they are of its process group."""
+    for name, value in (SETTINGS | (MADE_UP if is_dummy else {})).items():
         os.environ.setdefault(name, value)
     for package, values in OPTIONAL.items():
         if importlib.util.find_spec(package) is None:
@@ -194,7 +197,7 @@ def main() -> int:
     """Read the task, write the answer: figures of each case, or what is missing."""
     task_file, answer_file = (Path(argument) for argument in sys.argv[1:])
     task = json.loads(task_file.read_text(encoding="utf-8"))
-    prepare_environment()
+    prepare_environment(task["load_format"] == "dummy")
     try:
         import vllm
     except ImportError as error:

@@ -77,6 +77,18 @@ def test_drafts_are_what_the_layer_of_transformers_says(
     assert check_proposals(seen, target, head) > 15
 
 
+def check_same_drafts(dense: Path, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens are drafted from both."""
+    made = []
+    for path in (dense, stored):
+        with monkeypatch.context() as patch:
+            seen = Proposals(patch, EagleDrafter)
+            with make_llm(path, dtype="bfloat16", speculation=mtp(draft_len=3)) as llm:
+                llm.generate(PROMPTS[:1], SAMPLING[:1])
+        made.append(seen.seen)
+    assert made[0] == made[1] and len(made[0]) > 20
+
+
 def test_a_layer_is_read_as_files_have_quantized_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are those of the same numbers."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
@@ -86,14 +98,7 @@ def test_a_layer_is_read_as_files_have_quantized_it(tmp_path: Path, monkeypatch:
     shutil.copytree(dense, stored)
     store_in_format(dense, stored, leave_plain(FORMATS["compressed-tensors FP8 dynamic"], *RATES))
     assert "mtp.layers.0.self_attn.q_proj.weight_scale" in load_file(stored / "model.safetensors")
-    made = []
-    for path in (dense, stored):
-        with monkeypatch.context() as patch:
-            seen = Proposals(patch, EagleDrafter)
-            with make_llm(path, dtype="bfloat16", speculation=mtp(draft_len=3)) as llm:
-                llm.generate(PROMPTS[:1], SAMPLING[:1])
-        made.append(seen.seen)
-    assert made[0] == made[1] and len(made[0]) > 20
+    check_same_drafts(dense, stored, monkeypatch)
 
 
 @pytest.mark.parametrize("left", [("eh_proj",), ("layers.2.",)])
@@ -109,14 +114,7 @@ def test_what_quantized_files_have_plainly_is_read_so(
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     store_in_format(dense, stored, replace(FORMATS["fp8 block"], config=config, plain=("head", *left)))
     assert not any("eh_proj.weight_scale_inv" in name for name in load_file(stored / "model.safetensors"))
-    made = []
-    for path in (dense, stored):
-        with monkeypatch.context() as patch:
-            seen = Proposals(patch, EagleDrafter)
-            with make_llm(path, dtype="bfloat16", speculation=mtp(draft_len=3)) as llm:
-                llm.generate(PROMPTS[:1], SAMPLING[:1])
-        made.append(seen.seen)
-    assert made[0] == made[1] and len(made[0]) > 20
+    check_same_drafts(dense, stored, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])

@@ -75,7 +75,8 @@ def _sum_numbers(
     words, scales, x = sources
     left, inputs = left
     slot, free = 0, STEPS - 2
-    # There is one at least, which the compiler is to know: sums that come of no product would have others wait.
+    # There is one group at least, and the compiler is to know it: where a loop might be passed over, products wait for
+    # each other (C7515 of ptxas).
     for _ in range(0, gl.maximum(groups, 1), 2):
         for _ in gl.static_range(2):  # so that weights of one group have other registers than those of the next
             async_copy.wait_group(STEPS - 3)
@@ -123,7 +124,7 @@ def _sum_whole(
             made = warpgroup_mma_wait(0, deps=(sums,))
             total = gl.fma(made, factor.broadcast_to(total.shape), total)
             factor = next_factor
-            # In the same registers, which are read before: the matrix units would wait for what is copied or cleared.
+            # Into the registers of `made`, which have been read by now: behind copies or zeros products wait, too.
             total = warpgroup_mma_wait(0, deps=(total,))
             sums = warpgroup_mma(weights, held[2].index(slot).permute((1, 0)), made, use_acc=False, is_async=True)
     made = warpgroup_mma_wait(0, deps=(sums,))

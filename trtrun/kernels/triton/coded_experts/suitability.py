@@ -35,7 +35,8 @@ def streams(weight: ExpertCodes, dtype: torch.dtype, rows: int, has_bias: bool, 
     if not is_hopper(words.device) or weight.inputs % _ALIGNED_INPUTS:
         return False
     size = group_size(weight)
-    if dtype is not torch.bfloat16 if has_exponents else size < GROUP and rows > _MOST_ROWS_OF_WHOLE:
+    takes = dtype is torch.bfloat16 if has_exponents else size == GROUP or rows <= _MOST_ROWS_OF_WHOLE
+    if not takes:
         return False
     if gate is not None and weight.features % _ALIGNED_GATES:
         return False
