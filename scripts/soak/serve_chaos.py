@@ -94,6 +94,7 @@ class Chaos(Trial):
             self._num_standing += 1
             wanted = self._num_standing
             await wait_for(lambda: self._count_standing() >= wanted or None, PATIENCE, "an engine that stands by")
+            print(f"an engine stands by ({wanted})", flush=True)
 
     def _count_standing(self) -> int:
         return sum("stands by" in line for line in self._server.lines)
@@ -167,6 +168,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = options.config or write_config(folder / "serve.yaml", options.ranks, kv_cache={"max_tokens": 16384})
     rows = [{**row, "ignore_eos": True} for row in make_rows(4 * options.clients, LONGEST, seed=options.seed)]
     questions = await ask_reference(config, rows, folder)
+    print(f"{len(questions)} answers are known", flush=True)
     kills = len(options.victims) * options.kills
     words = ["--set", f"server.max_restarts={min(1000, kills + 1)}"]
     words += ["--set", "server.standby=true"] if options.standby else []
@@ -175,6 +177,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         words += ["--set", "launch.heartbeat_seconds=5"]
     server = Server(config, folder, tuple(words))
     await server.start(PATIENCE)
+    print("the server is up", flush=True)
     chaos = Chaos(server, questions, options.clients, options.streams_all, options.standby)
     asking = asyncio.create_task(chaos.ask_on())
     held: list[int] = []

@@ -100,6 +100,7 @@ def take_inventory(
     tell: Callable[[str], None] = lambda step: None,
     *,
     is_thorough: bool = False,
+    looks_at_device: bool = True,
 ) -> RankInventory:
     """Look at this rank's host: versions, models, device, memory.
 
@@ -109,6 +110,7 @@ def take_inventory(
         tell: called with what comes next, because file systems and drivers may hang.
         is_thorough: say what carries messages, too; read this rank's shards of engines whole, and compare them with
             what was built.
+        looks_at_device: say what fits into its free memory; not where another job is to give that back first.
     """
     problems: list[str] = []
     config, topology = spec.config, spec.topology
@@ -151,6 +153,8 @@ def take_inventory(
     if is_thorough:
         compared, wrong = compare_engines(config, topology, rank, tell)
         inventory = replace(inventory, compared_bytes=compared, problems=wrong)
+    if not looks_at_device:
+        return inventory
     tell(f"looking at {slot.device}")
     return _look_at_device(inventory, spec, rank)
 

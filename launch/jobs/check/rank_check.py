@@ -33,10 +33,11 @@ LAUNCH_SECONDS = 8.0
 """How much of the time of `trtrun check` is for the start of mpirun and for the end of a job that hangs."""
 
 
-def check_before_run(spec: JobSpec) -> None:
+def check_before_run(spec: JobSpec, *, looks_at_devices: bool = True) -> None:
     """The short check: the inventories of all ranks fit together. Collective over the job; a single process passes.
 
-    The messages between ranks are tried where the job opens its communicators, so not here.
+    The messages between ranks are tried where the job opens its communicators, so not here. An engine that stands by
+    looks at no device: the one that serves has the memory.
 
     Raises:
         SystemExit: something is wrong, and rank 0 has told it.
@@ -46,7 +47,7 @@ def check_before_run(spec: JobSpec) -> None:
     if place is None or place.size == 1:
         StartProgress().tell(DONE, "the start")
         return
-    with Session.open(spec, spec.config.launch.check_seconds) as session:
+    with Session.open(spec, spec.config.launch.check_seconds, looks_at_devices=looks_at_devices) as session:
         if session.rank != 0:
             session.send_inventory()
             if not session.next_order()["ok"]:

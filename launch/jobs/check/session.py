@@ -60,8 +60,10 @@ class Session:
     when time is over, also where rank 0 itself waits inside MPI.
     """
 
-    def __init__(self, spec: JobSpec, world: MPI.Intracomm, seconds: float, *, is_thorough: bool) -> None:
-        self._is_thorough = is_thorough
+    def __init__(
+        self, spec: JobSpec, world: MPI.Intracomm, seconds: float, *, is_thorough: bool, looks_at_devices: bool
+    ) -> None:
+        self._is_thorough, self._looks_at_devices = is_thorough, looks_at_devices
         self._spec = spec
         self.config = spec.config
         self.topology = topology = spec.topology
@@ -82,17 +84,20 @@ class Session:
             teller.tell(DONE, "the start")
 
     @classmethod
-    def open(cls, spec: JobSpec, seconds: float, *, is_thorough: bool = False) -> Session:
+    def open(
+        cls, spec: JobSpec, seconds: float, *, is_thorough: bool = False, looks_at_devices: bool = True
+    ) -> Session:
         """Join the check. Collective.
 
         Args:
             spec: of the job, as this rank sees it.
             seconds: that the check may take from now on; only rank 0's count. A rank that does not come ends the job.
             is_thorough: as of `take_inventory`; ranks have more time for engines, by READ_BYTES_A_SECOND.
+            looks_at_devices: as of `take_inventory`.
         """
         from mpi4py import MPI
 
-        return cls(spec, MPI.COMM_WORLD, seconds, is_thorough=is_thorough)
+        return cls(spec, MPI.COMM_WORLD, seconds, is_thorough=is_thorough, looks_at_devices=looks_at_devices)
 
     def __enter__(self) -> Session:
         return self
@@ -221,7 +226,8 @@ class Session:
         self.groups = open_groups(self.world, self.topology, device, self._may_spin)
 
     def _take_own_inventory(self) -> RankInventory:
-        inventory = take_inventory(self._spec, self.rank, self.begin, is_thorough=self._is_thorough)
+        looks = {"is_thorough": self._is_thorough, "looks_at_device": self._looks_at_devices}
+        inventory = take_inventory(self._spec, self.rank, self.begin, **looks)
         logger.info("%s", ", ".join(f"{name} {version}" for name, version in inventory.versions.items()))
         for problem in inventory.problems:
             logger.info("problem: %s", problem)

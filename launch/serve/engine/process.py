@@ -129,7 +129,7 @@ def play_engine(spec: JobSpec, socket_name: str, turn_name: str | None = None) -
         RankFailedError: a rank failed.
         FailedError: the frontend cannot be reached.
     """
-    check_before_run(spec)
+    check_before_run(spec, looks_at_devices=turn_name is None)
     begun = STARTED
     if turn_name is not None:
         wait_for_turn(turn_name, has_gpus=any(slot.device.startswith("cuda") for slot in spec.topology.slots))

@@ -43,6 +43,7 @@ class Standby:
         self._process: Process | None = None
         self._server: asyncio.Server | None = None
         self._turn = _Turn(on_news)
+        self._watching: asyncio.Task[None] | None = None
 
     async def prepare(self) -> None:
         """Start the next engine's processes, unless some wait already. Where they cannot be started, there are none."""
@@ -56,6 +57,7 @@ class Standby:
                 *ending_with_parent([*self._command(), "--turn", name]),
                 env=dict(self._environment), stdin=DEVNULL, start_new_session=True,
             )  # fmt: skip
+            self._watching = asyncio.create_task(self._tell_end(self._process, self._turn))
         except OSError as error:
             logger.warning("no engine stands by: %s", error)
 
@@ -65,7 +67,6 @@ class Standby:
         if process is None:
             return None
         if process.returncode is not None:
-            logger.warning("the engine that stood by had ended with status %d", process.returncode)
             self._forget()
             return None
         self._turn.settle(has_come=True)
@@ -76,6 +77,12 @@ class Standby:
         process, self._process = self._process, None
         self._forget()
         return process if process is not None and process.returncode is None else None
+
+    async def _tell_end(self, process: Process, turn: _Turn) -> None:
+        """Say that an engine has ended that nobody has taken or given up: it will not be there when it is needed."""
+        status = await process.wait()
+        if not turn.is_settled:
+            logger.warning("no engine stands by any more: it has ended with status %d", status)
 
     def _forget(self) -> None:
         self._turn.settle(has_come=False)
@@ -92,15 +99,20 @@ class _Turn:
         self._is_settled = asyncio.Event()
         self._has_come = False
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has come, or never will."""
+        return self._is_settled.is_set()
+
     def settle(self, *, has_come: bool) -> None:
         """The first time counts."""
-        if not self._is_settled.is_set():
+        if not self.is_settled:
             self._has_come = has_come
             self._is_settled.set()
 
     async def tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection: nothing comes where the turn does not."""
-        if not self._is_settled.is_set():
+        if not self.is_settled:
             self._on_news("the next engine stands by")
         await self._is_settled.wait()
         with suppress(ConnectionError):

@@ -65,6 +65,17 @@ def test_a_good_job_has_no_problems(pair: Path) -> None:
     assert set(ranks[0].configs) == {"draft", "target"}
 
 
+def test_an_engine_that_stands_by_does_not_ask_for_memory(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "launch.jobs.check.inventory.free_bytes_of_slot", lambda device, slots: 1
+    )  # the one that serves has it
+    config = config_of(pair)
+    assert "the weights need" in take_inventory(JobSpec(config), 1).problems[0]
+    standing = take_inventory(JobSpec(config), 1, looks_at_device=False)
+    assert standing.problems == () and standing.free_bytes is None
+    assert standing.versions and standing.configs
+
+
 @pytest.mark.parametrize(("name", "other"), [("torch", "2.0.0"), ("trtrun", "0.1.0 (00000000)"), ("MPI library", "x")])
 def test_other_versions_are_told_with_ranks_and_hosts(pair: Path, name: str, other: str) -> None:
     ranks, topology = collect_all(config_of(pair))

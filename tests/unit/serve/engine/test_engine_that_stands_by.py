@@ -17,10 +17,12 @@ from engine_messages import run
 from played_engines import KILLED, Play, Played, Process, dying, read, serve, standing_by
 
 from launch.exit_codes import ExitCode, FailedError
-from launch.serve.engine import handshake
+from launch.serve.engine import handshake, process
 from launch.serve.engine import keeper as engine_keeper
 from launch.serve.engine.standby import Standby, _Turn, wait_for_turn
+from trtrun.configuration.config import make_config
 from trtrun.configuration.model_paths import ASSETS
+from trtrun.start.job_spec import JobSpec
 
 WithEngines = Callable[..., Played]
 
@@ -97,7 +99,7 @@ def test_one_that_ended_while_it_stood_by_is_replaced(
 
     with caplog.at_level(logging.WARNING):
         with_engines([serve_once, end, serve, standing_by(serve)], check)
-    assert "the engine that stood by had ended with status" in caplog.text
+    assert caplog.text.count("no engine stands by any more: it has ended with status 1") == 1
 
 
 def test_the_end_of_the_server_ends_what_stands_by(with_engines: WithEngines) -> None:
@@ -119,7 +121,7 @@ def test_a_turn_is_told_where_it_has_come_and_else_nothing(has_come: bool, monke
 
     async def start(*words: str, **_: Any) -> SimpleNamespace:
         started.extend(words)
-        return SimpleNamespace(returncode=None)
+        return SimpleNamespace(returncode=None, wait=asyncio.Event().wait)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
 
@@ -158,6 +160,25 @@ def test_an_engine_whose_front_is_gone_says_so() -> None:
         with pytest.raises(FailedError, match="the front has ended before it was this engine's turn"):
             wait_for_turn(name, has_gpus=False)
         answering.join()
+
+
+@pytest.mark.parametrize("turn_name", [None, "x"])
+def test_an_engine_that_stands_by_looks_at_no_device(turn_name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+
+    def check(spec: JobSpec, *, looks_at_devices: bool = True) -> None:
+        done.append(looks_at_devices)
+
+    def wait(name: str, *, has_gpus: bool) -> None:
+        done.append(name)
+
+    monkeypatch.setattr(process, "check_before_run", check)
+    monkeypatch.setattr(process, "wait_for_turn", wait)
+    monkeypatch.setattr(process, "open_engine", lambda spec: None)
+    target = {"model": str(ASSETS / "target"), "devices": ["cpu:0"]}
+    spec = JobSpec(make_config({"target": target, "speculation": {"method": "none"}}))
+    assert process.play_engine(spec, "s", turn_name) == ExitCode.DONE
+    assert done == ([True] if turn_name is None else [False, "x"])
 
 
 def test_nothing_stands_by_unless_it_is_asked_for(with_engines: WithEngines) -> None:
