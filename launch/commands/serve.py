@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,8 @@ def check_served(spec: JobSpec) -> None:
 @with_config
 @click.option("--socket", required=True, help="Where the front listens.")
 @click.option("--turn", help="Where it says that it is this engine's turn, which has to wait for that.")
-def serve_engine(config_path: Path, overrides: tuple[str, ...], socket: str, turn: str | None) -> int:
+@click.option("--awaited", is_flag=True, help="Requests wait for it.")
+def serve_engine(config_path: Path, overrides: tuple[str, ...], socket: str, turn: str | None, *, awaited: bool) -> int:
     """The ranks behind `trtrun serve`, which starts this."""
     from launch.jobs.mpi.job import Job
 
@@ -129,7 +131,7 @@ def serve_engine(config_path: Path, overrides: tuple[str, ...], socket: str, tur
         return status
     from launch.serve.engine.process import play_engine
 
-    return play_engine(job.spec, socket, turn)
+    return play_engine(replace(job.spec, is_awaited=awaited), socket, turn)
 
 
 def check_extra() -> None:

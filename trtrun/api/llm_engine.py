@@ -31,7 +31,6 @@ from trtrun.engine.batch import tile_width
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.loading.model_settings import sampling_defaults, target_context
 from trtrun.memory.spaces import num_snapshots, window_rule
-from trtrun.models.config import ModelConfig
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
 from trtrun.start.job_spec import JobSpec
@@ -65,23 +64,22 @@ class LLMEngine:
 
     def __init__(
         self,
-        config: RuntimeConfig,
+        spec: JobSpec,
         job: StartedJob,
-        model: ModelConfig,
         limits: SchedulerLimits,
         tokenizer: Tokenizer | None,
         sampling: SamplingParams,
     ) -> None:
-        self.config = config
+        self.config = config = spec.config
         self.tokenizer = tokenizer
         self.report: StartReport = job.report
-        self.orchestrator = make_orchestrator(config, limits, job.engine_ranks, job.report.ranks)
+        self.orchestrator = make_orchestrator(spec, limits, job.engine_ranks, job.report.ranks)
         self.scheduler = self.orchestrator.scheduler
-        self._prompts = PromptReader(model, tokenizer)
+        self._prompts = PromptReader(spec.target, tokenizer)
         self.adapters = AdapterTable(config.adapters, config.num_adapter_slots)
         self.default_sampling = sampling
         self._requests = EngineRequests(
-            *(self.scheduler, self._prompts, tokenizer, self.adapters, model.vocab_size),
+            *(self.scheduler, self._prompts, tokenizer, self.adapters, spec.target.vocab_size),
             on_end=lambda statistics: self.orchestrator.totals.add_request(statistics),
         )
         self._lost: list[CompletionDelta] = []
@@ -135,7 +133,7 @@ class LLMEngine:
             num_places=started.size.places,
             num_snapshots=snapshots,
         )
-        return cls(config, started, model, limits, tokenizer, sampling)
+        return cls(spec, started, limits, tokenizer, sampling)
 
     @property
     def activity(self) -> Activity:

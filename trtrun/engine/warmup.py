@@ -8,7 +8,8 @@ writes to the null block only, so it leaves no trace in the KV store's owners.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan
 from trtrun.core.sampling_params import MOST_LOGPROBS
 from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.engine.runner import Engine
-from trtrun.engine.start_forwards import Mixed, Prompts, StartLimits, draft_steps
+from trtrun.engine.start_forwards import Mixed, Prompts, StartLimits, Steps, draft_steps
 from trtrun.sampling.distributions import KeyedRanks
 from trtrun.sampling.random import Stream
 
@@ -36,6 +37,7 @@ def warm_up(
     most_catch_up: int = 2,
     samples_steps: bool = True,
     in_parallel: bool = False,
+    leaves_graphs: bool = False,
 ) -> None:
     """Run prefills and the forwards of rounds: of one row, or through each of the graphs that rounds may need.
 
@@ -53,6 +55,7 @@ def warm_up(
         most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
         samples_steps: whether steps of sampled rows are chains, too.
         in_parallel: whether a draft engine drafts all tokens in one forward: then it makes no steps.
+        leaves_graphs: whether rounds make most graphs when they need them first, so that the first ones come sooner.
     """
     # Rows of two zero tokens stand in for requests.
     engine.rows.lengths[:max_rows].fill_(2)
@@ -70,16 +73,19 @@ def warm_up(
         if engine.device.type == "cuda":
             _run_sizes(engine, max(draft_lens), limits, verifies=verifies, in_parallel=in_parallel)
     else:
-        # The largest graphs first: smaller ones find the memory of the pool there.
-        for of_both in limits.mixed(shapes) if verifies else ():
+        # The largest graphs of a kind first: smaller ones find the memory of the pool there.
+        most = 1 if leaves_graphs else None
+        for of_both in islice(limits.mixed(shapes), most) if verifies else ():
             _verify_mixed(engine, of_both)
-        for prompts in limits.prompts(shapes):
+        for prompts in islice(limits.prompts(shapes), most):
             _prefill(engine, prompts)
         if verifies:
-            for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=engine.has_trees):
+            found = limits.verifications(shapes, draft_lens, has_trees=engine.has_trees)
+            for rows, length, blocks in islice(found, most):
                 _verify(engine, rows, length, engine.block_size * blocks)
         else:
-            _draft_all(engine, shapes, num_ranked, most_catch_up, samples_steps=samples_steps)
+            steps = islice(draft_steps(shapes, most_catch_up), most)
+            _draft_all(engine, shapes, num_ranked, steps, samples_steps=samples_steps)
     engine.rows.lengths[:max_rows].zero_()
 
 
@@ -106,14 +112,14 @@ def _draft_all(
     engine: Engine,
     shapes: GraphShapes,
     num_ranked: int,
-    most_catch_up: int,
+    steps: Iterable[Steps],
     *,
     samples_steps: bool,
 ) -> None:
     """What rows lack, and one step of each kind, or drafts in one forward."""
     # As the drafter calls it: a graph keeps the number of ids to choose from.
     vocab_size = engine.rows.sampling.vocab_size
-    for rows, blocks, widths, masked in draft_steps(shapes, most_catch_up):
+    for rows, blocks, widths, masked in steps:
         places = torch.arange(rows, device=engine.device)
         tables = engine.tables(places, engine.block_size * blocks)
         for width in widths:

@@ -157,8 +157,8 @@ class EngineMaker:
         shapes = None if capture is None else head_graph_shapes(config, self.spec.models.context)
         return HeadRows(rows, (len(heads.taps), self.spec.target.hidden_size), capture, shapes, are_own=True)
 
-    def warm_up(self, worker: Worker, engines: Mapping[str, Engine]) -> None:
-        """Run every kernel once, and capture the graphs."""
+    def warm_up(self, worker: Worker, engines: Mapping[str, Engine], *, leaves_graphs: bool = False) -> None:
+        """Run every kernel once, and capture the graphs, or of engines' the largest alone: see `warm_up`."""
         config, limits = self.spec.config, self.spec.config.scheduler
         shape = round_shape(config, self.spec.models)
         for role, engine in engines.items():
@@ -177,6 +177,7 @@ class EngineMaker:
                 most_catch_up=shape.most_catch_up,
                 samples_steps=not config.speculation.use_logits,
                 in_parallel=shape.in_parallel,
+                leaves_graphs=leaves_graphs,
             )
         if worker.drafter is not None:
             worker.drafter.warm_up()

@@ -36,10 +36,12 @@ class JobSpec:
     Attributes:
         config: with this host's model directories.
         model_values: config.json of models as rank 0 has read it, by role. This process reads those that are not there.
+        is_awaited: whether requests wait for the job: graphs are left to the rounds that need them first.
     """
 
     config: RuntimeConfig
     model_values: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    is_awaited: bool = False
 
     @cached_property
     def topology(self) -> Topology:

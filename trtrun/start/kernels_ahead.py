@@ -49,7 +49,9 @@ def kinds_of_kernels(
         (role, section.dtype, section.quantization, rank, size, *configuration_bytes(section.model))
         for role, section, rank, size in parts
     ]
-    sections = (config.speculation, config.kv_cache, config.scheduler)
+    # How many blocks there are, which an engine that is started again is told, changes neither.
+    kept = config.kv_cache.model_copy(update={"max_tokens": None, "free_memory_fraction": None})
+    sections = (config.speculation, kept, config.scheduler)
     held = heads.weights if heads is not None else ()
     of_heads: list[object] = [(part.name, part.shape) for weight in held for part in weight.parts]
     of_heads += [heads.stored, heads.taps] if heads is not None else []

@@ -103,6 +103,7 @@ class RankStartup:
             lambda engines, fed, exchange: self._worker_factory(engines, fed, 1).make_worker(exchange),
         )
         self._working_bytes = 0
+        self._has_kernels = False  # an earlier start has compiled all, here and on the ranks beside this one
         self._seconds: dict[str, float] = dict(seconds)  # of the phases before
         self._lap_at = 0.0
         target, draft = groups.target is not None, groups.draft is not None
@@ -147,6 +148,7 @@ class RankStartup:
                     self._activity.start(Phase.WARMING_UP)
                     with suppress(torch.OutOfMemoryError):  # the rounds that are measured say it in words
                         self._kernels.compile(self._made.play_all)
+                self._has_kernels = known is not None
                 self._lap("kernels")
                 blocks = self._count_beside(known)
                 self._lap("largest round")
@@ -293,7 +295,7 @@ class RankStartup:
         engines = self._made.engines(size)
         self._activity.start(Phase.WARMING_UP)
         worker = self._worker_factory(engines, self._made.head_rows(engines), size.blocks).make_worker()
-        self._made.warm_up(worker, engines)
+        self._made.warm_up(worker, engines, leaves_graphs=self._spec.is_awaited and self._has_kernels)
         self._kernels.finish(self._working_bytes)
         self._cache.finish()
         self._lap("all kernels once, graphs")

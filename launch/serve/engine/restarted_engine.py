@@ -170,10 +170,11 @@ class RestartedEngine:
         return self.engine.give_up_faulty_request([*self._limit.engines, number]) and self._limit.allow(number)
 
     def _build_command(self) -> list[str]:
-        """The words that start the next engine: behind the first one with its room, however much memory is free."""
+        """The words that start the next engine: behind the first one with its room, however much memory is free, and
+        with requests that wait for it."""
         if self._first is None:
             return self._command
-        return [*self._command, "--set", f"kv_cache.max_tokens={self._config.kv_cache.max_tokens}"]
+        return [*self._command, "--awaited", "--set", f"kv_cache.max_tokens={self._config.kv_cache.max_tokens}"]
 
     def _is_same(self, ready: Ready) -> bool:
         """Whether an engine has read what the frontend has, and so goes on with the same texts."""

@@ -9,6 +9,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -340,6 +341,16 @@ def test_modelopts_own_file_counts_like_config_json(tmp_path: Path) -> None:
     file = stored / "hf_quant_config.json"
     file.write_text(file.read_text().replace("layers.0.mlp", "layers.1.mlp"))
     assert all(one != other for one, other in zip(tell(), before, strict=True))
+
+
+def test_an_engine_that_is_told_its_room_finds_the_kernels_of_the_one_before(tmp_path: Path) -> None:
+    stored = make_pair(tmp_path, "modelopt FP8")[0]
+
+    def tell(**cache: Any) -> str:
+        config = configuration(stored, None, kv_cache=cache)
+        return repr(kinds_of_kernels(config, [("target", config.target, 0, 1)], None))
+
+    assert tell(free_memory_fraction=0.8) == tell(max_tokens=4096) != tell(block_size=32)
 
 
 def test_a_start_says_what_becomes_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

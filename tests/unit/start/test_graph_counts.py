@@ -267,3 +267,32 @@ def test_contexts_beyond_sixteen_thousand_tokens_have_more_graphs(tmp_path: Path
         numbers.append(engines["target"].num_graphs)
         assert numbers[-1] == count(config, context, "target")
     assert numbers[0] < numbers[1]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_start_that_requests_wait_for_leaves_graphs_to_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all kernels are compiled: those would take seconds each."""
+    held = list[dict[str, Engine]]()
+    make = EngineMaker.engines
+
+    def engines(maker: EngineMaker, size: StoreSize, capture: Any = None) -> dict[str, Engine]:
+        held.append(make(maker, size, capture))
+        return held[-1]
+
+    monkeypatch.setattr(EngineMaker, "engines", engines)
+    target = make_target(tmp_path, 600)
+    config = configuration(target, make_draft(tmp_path / "draft", target, 1), scheduler={"max_batch_size": 4})
+    made = {}
+    for is_awaited, has_kernels in ((False, True), (True, False), (True, True)):
+        spec = JobSpec(config, is_awaited=is_awaited)
+        startup = RankStartup(spec, 0, open_groups(None, spec.topology, CPU))
+        startup.load(lambda done, total: None)
+        startup._has_kernels = has_kernels
+        startup.finish(StoreSize(9))
+        made[is_awaited, has_kernels] = {role: engine.num_graphs for role, engine in held[-1].items()}
+    whole = {role: count(config, 600, role) for role in ("target", "draft")}
+    assert made[False, True] == made[True, False] == whole
+    few = made[True, True]
+    assert 0 < few["target"] <= 4 and 0 < few["draft"] < whole["draft"] / 2, "the largest, whose memory others find"

@@ -11,10 +11,12 @@ from checkpoints import make_checkpoint, make_draft
 from pipelines import Reference, configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
+from trtrun.api.llm_engine import LLMEngine
 from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start import policies, warm_up_rounds
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.policies import count_first_rounds
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -110,3 +112,14 @@ def test_rounds_that_are_measured_are_counted_before(
         limits = SchedulerLimits.of(config, 2048, 2048, 9)
         assert count_first_rounds(config, limits) == (0, len(plans) - 1, 0)
     assert {len(plan.decode_rows) for plan in plans[:-1]} == ({1, 4, 9} if max_rows > 1 else {1})
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_start_that_requests_wait_for_practises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: list[RoundPlan], is_awaited: bool
+) -> None:
+    monkeypatch.setattr(policies, "_uses_gpus", lambda config: True)
+    config = configuration(make_checkpoint(tmp_path / "target", seed=1), None, speculation={"method": "none"})
+    engine = LLMEngine.open(JobSpec(config, is_awaited=is_awaited))
+    assert engine is not None and bool(plans) != is_awaited
+    engine.close()

@@ -66,6 +66,7 @@ def test_the_engine_that_stood_by_has_the_requests_of_the_one_before(with_engine
         first, second, third = played.processes
         assert second.turns == [b"t"] and second.heard[0].generated == {0: (0, 1), 1: (0, 1)}
         assert "--turn" not in first.words and second.room == third.room is not None
+        assert ["--awaited" in engine.words for engine in (first, second, third)] == [False, True, True]
         await played.engine.close()
         assert await keeping == ExitCode.DONE
         assert third.turns == [] and third.returncode is not None, "it is ended, and its turn never came"

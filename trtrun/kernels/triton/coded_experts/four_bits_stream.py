@@ -50,9 +50,9 @@ class Depth(NamedTuple):
     steps: int
 
 
-DEPTHS = {8: Depth(2, 4), 16: Depth(2, 3), 32: Depth(2, 3), 64: Depth(1, 4)}
-"""By the rows of a tile. Shared memory of a multiprocessor has room for four programs of the first two, three of the
-next and two of the last. Bits are the same with any."""
+DEPTHS = {8: Depth(2, 4), 16: Depth(2, 3), 32: Depth(1, 3), 64: Depth(1, 4)}
+"""By the rows of a tile. Shared memory of a multiprocessor has room for four programs of the first two, six of the next
+and two of the last. Bits are the same with any."""
 
 FEW_PROGRAMS = {2: Depth(2, 7), 3: Depth(2, 5)}
 """Of tiles of 8 rows with up to so many programs for each multiprocessor, which all find room at once."""
