@@ -30,6 +30,7 @@ from scripts.bench.gpu_bench.round_parts import (
 )
 from scripts.bench.gpu_bench.start_parts import PROCESSES, play_engines, play_starts, play_useless_draft
 from scripts.bench.gpu_bench.tables import name_workload
+from scripts.bench.gpu_bench.text_draft_parts import TEXT_DRAFT_PAIRS, play_text_drafts
 from scripts.bench.gpu_bench.two_devices import list_two_device_parts
 from scripts.bench.gpu_bench.workbench import Options, Workbench
 from scripts.harness.children import run
@@ -86,6 +87,9 @@ def _one_device(options: Options) -> Iterator[Part]:
         yield Part(f"kernels:{pair}", about, 80, partial(play_round_kernels, pair=pair), False)
     for pair in FAMILY_PAIRS:
         yield Part(pair, f"{pair}-shaped pair, plain and speculative", 90, partial(play_family, pair=pair), False)
+    for pair in TEXT_DRAFT_PAIRS:
+        about = f"{pair}-shaped target with drafts out of a corpus, plain and speculative"
+        yield Part(f"text-drafts:{pair}", about, 80, partial(play_text_drafts, pair=pair), False)
     yield Part("27b-mtp", "27b-states-shaped target with an MTP layer, plain and speculative", 70, play_mtp, False)
     about = "27b-states-shaped pair, states of 32 and of 16 bits"
     yield Part("27b-narrow", about, 150, play_narrow_states, False)

@@ -286,12 +286,14 @@ def test_a_part_of_every_kind_on_two_devices(bench: Run, tmp_path: Path) -> None
 
 @pytest.mark.timeout(900)
 def test_parts_of_one_device(bench: Run) -> None:
-    parts = "8b,8b-long,8b-sampled,1b,70b,quantized,engine,quantized-kv,kernels:8b"
+    parts = "8b,8b-long,8b-sampled,1b,70b,quantized,engine,quantized-kv,kernels:8b,text-drafts:30b-a3b"
     done = bench(*GPUS[1], "--parts", parts, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states_of(done) == dict.fromkeys(parts.split(","), "done")
     kernels = rows_of(done.stdout, "8b-shaped pair, speculative, rows: 1; a round takes")
     assert sum(float(row["in all"]) for row in kernels) > 0 and len(kernels) > 10
+    rows = rows_of(done.stdout, "30b-a3b-shaped target, 4 tokens out of a corpus")
+    assert [row["tokens a round"] for row in rows] == ["3.50", "3.50"]
 
 
 def test_the_example_of_another_runtime_runs_as_a_part(
