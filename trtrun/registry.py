@@ -20,10 +20,11 @@ class Registry(Generic[T]):
     Args:
         kind: what the names stand for, for messages, such as "architecture".
         error: class of the error for an unknown name.
+        advice: how to have what is not among the names, for that error.
     """
 
-    def __init__(self, kind: str, error: type[TrtrunError] = ConfigError) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, error: type[TrtrunError] = ConfigError, advice: str = "") -> None:
+        self.kind, self._advice = kind, f"; {advice}" if advice else ""
         self._error = error
         self._items: dict[str, T] = {}
 
@@ -52,7 +53,7 @@ class Registry(Generic[T]):
             known = ", ".join(self.names())
             hint = nearest(name, self._items)
             hint = "" if hint.startswith(" (known") else hint
-            raise self._error(f"unknown {self.kind} '{name}'{hint}; known: {known}")
+            raise self._error(f"unknown {self.kind} '{name}'{hint}; known: {known}{self._advice}")
         return self._items[name]
 
     def names(self) -> list[str]:

@@ -237,7 +237,10 @@ class Quantization(Protocol):
         ...
 
 
-QUANTIZATIONS: Registry[Quantization] = Registry("quantization")
+QUANTIZATIONS: Registry[Quantization] = Registry(
+    "quantization",
+    advice="others, such as 4 bits, are read as they are from checkpoints, which `trtrun quantize` writes",
+)
 """By the names that the YAML file gives to how plain weights are to be held."""
 
 StoredQuantizations = Callable[[str], Quantization | None]
