@@ -26,7 +26,7 @@ class Groups:
 
     Attributes:
         draft: the draft engine's tensor-parallel group, None on ranks that do not hold it.
-        target: the target engine's, likewise.
+        target: the target engine's, likewise. On the same ranks it is the same: engines there take turns.
         workers: all ranks that hold a device, in the order of topology.worker_ranks: the link's group. None on an
             orchestrator without a device.
         mail: small messages on the host between any two ranks; None in a job of one process.
@@ -37,11 +37,15 @@ class Groups:
     workers: Communicator | None
     mail: Mailbox | None = None
 
+    def opened(self) -> list[Communicator]:
+        """Those of this rank, each once."""
+        groups = dict.fromkeys((self.draft, self.target, self.workers))
+        return [communicator for communicator in groups if communicator is not None]
+
     def close(self) -> None:
         """Close every group of this rank. Collective."""
-        for communicator in (self.draft, self.target, self.workers):
-            if communicator is not None:
-                communicator.close()
+        for communicator in self.opened():
+            communicator.close()
         if self.mail is not None:
             self.mail.close()
 
@@ -78,9 +82,11 @@ def open_groups(
         group.Free()
         return communicator
 
+    are_together = topology.draft_ranks == topology.target_ranks
+    draft = open_group(topology.draft_ranks, "draft and target" if are_together else "draft")
     return Groups(
-        draft=open_group(topology.draft_ranks, "draft"),
-        target=open_group(topology.target_ranks, "target"),
+        draft=draft,
+        target=draft if are_together else open_group(topology.target_ranks, "target"),
         workers=open_group(topology.worker_ranks, "workers", sums_often=False),
         mail=MpiMailbox(world_comm.Dup(), may_spin, topology.worker_ranks) if world_comm is not None else None,
     )

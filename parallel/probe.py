@@ -147,9 +147,8 @@ def verify_groups(groups: Groups, topology: Topology, rank: int) -> None:
         CommunicatorError: something came through wrong, after all is exchanged.
     """
     faults: list[str] = []
-    for communicator in (groups.draft, groups.target, groups.workers):
-        if communicator is not None:
-            faults += [f"{communicator.name}: {fault}" for fault in verify_group(communicator, QUICK_SIZES[-1:])]
+    for communicator in groups.opened():
+        faults += [f"{communicator.name}: {fault}" for fault in verify_group(communicator, QUICK_SIZES[-1:])]
     workers = topology.worker_ranks
     # All ranks walk the pairs alike, so that no two wait for each other.
     for first, second in combinations(range(len(workers)), 2):
