@@ -38,7 +38,7 @@ class Groups:
     mail: Mailbox | None = None
 
     def opened(self) -> list[Communicator]:
-        """Those of this rank, each once."""
+        """The groups that this rank belongs to, each once."""
         groups = dict.fromkeys((self.draft, self.target, self.workers))
         return [communicator for communicator in groups if communicator is not None]
 

@@ -36,7 +36,7 @@ class JobSpec:
     Attributes:
         config: with this host's model directories.
         model_values: config.json of models as rank 0 has read it, by role. This process reads those that are not there.
-        is_awaited: whether requests wait for the job: graphs are left to the rounds that need them first.
+        is_awaited: whether requests wait for the job.
     """
 
     config: RuntimeConfig
@@ -47,6 +47,12 @@ class JobSpec:
     def topology(self) -> Topology:
         """Who sits where."""
         return make_topology(self.config)
+
+    @property
+    def leaves_first_uses(self) -> bool:
+        """Whether what rounds use first, such as graphs, is left to them. Not where a device may wait for its host, as
+        a target's does for a draft from other ranks: a host that captures a graph waits for the device."""
+        return self.is_awaited and not (self.config.drafts_apart or self.config.heads_apart)
 
     @cached_property
     def target(self) -> ModelConfig:

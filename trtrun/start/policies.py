@@ -225,13 +225,13 @@ def make_orchestrator(
 ) -> Orchestrator:
     """The orchestrator of a job, over its engine ranks, which are up and have sent `reports`. Where draft_len follows
     from what rounds take, some are run here, unless an earlier run has left what it found; and others for first uses of
-    something, unless requests wait already.
+    something, unless these are left to requests.
 
     Raises:
         RankFailedError: a rank failed.
     """
     config = spec.config
-    if _uses_gpus(config) and not spec.is_awaited:
+    if _uses_gpus(config) and not spec.leaves_first_uses:
         practise_rounds(ranks, limits)
     kept = KeptPacing.of(config, [report.device_kind for report in reports]) if config.is_paced else None
     scheduler = Scheduler(limits)
@@ -239,7 +239,7 @@ def make_orchestrator(
     has_drafts = config.is_speculative and config.speculation.forced_acceptance is None
     to_check = METHODS[config.speculation.method].to_check
     watch = AcceptanceWatch(config.draft_len, to_check) if has_drafts else None
-    ahead = _ahead_policy(spec, limits, ranks)
+    ahead = _ahead_policy(config, limits, ranks)
     return Orchestrator(scheduler, ranks, pacer, ahead=ahead, watch=watch, keep=kept.write if kept else None)
 
 
@@ -298,19 +298,18 @@ def _uses_gpus(config: RuntimeConfig) -> bool:
     return any(kind_of(device) == "cuda" for device in (*config.target.devices, *config.draft_devices))
 
 
-def _ahead_policy(spec: JobSpec, limits: SchedulerLimits, ranks: EngineRanks) -> AheadPolicy | None:
+def _ahead_policy(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks) -> AheadPolicy | None:
     """What decides how much is drafted ahead; None where nothing is. Where it is to choose between both ways, some
-    rounds of both are run here, unless requests wait already."""
-    config = spec.config
+    rounds of both are run here."""
     if not config.drafts_ahead:
         return None
-    section, steps = config.speculation, [] if spec.is_awaited else _compared_steps(config)
+    section = config.speculation
     return AheadPolicy(
         _guessed_steps(config),
         section.draft_len,
         always_redrafts=section.use_logits,
         always_guesses=section.drafting_ahead == "on",
-        costs=measure_ahead_costs(ranks, limits, steps, assumed_costs(config, limits)),
+        costs=measure_ahead_costs(ranks, limits, _compared_steps(config), assumed_costs(config, limits)),
     )
 
 

@@ -295,7 +295,7 @@ class RankStartup:
         engines = self._made.engines(size)
         self._activity.start(Phase.WARMING_UP)
         worker = self._worker_factory(engines, self._made.head_rows(engines), size.blocks).make_worker()
-        self._made.warm_up(worker, engines, leaves_graphs=self._spec.is_awaited and self._has_kernels)
+        self._made.warm_up(worker, engines, leaves_graphs=self._spec.leaves_first_uses and self._has_kernels)
         self._kernels.finish(self._working_bytes)
         self._cache.finish()
         self._lap("all kernels once, graphs")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from launch.jobs.check.preflight import check_job
 from parallel.groups import open_groups
 from trtrun import LLM, SamplingParams
-from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.kvcache.sizing import StoreSize
 from trtrun.models.config import ModelConfig
 from trtrun.start import job_spec
@@ -126,3 +126,15 @@ def test_a_model_whose_weights_rank_0_does_not_have_is_read_where_they_are(tmp_p
     told = there.with_models(here.encode_models())
     assert told.target.kv_scheme is not None and told.target.kv_scheme.has_scales
     assert here.with_models(there.encode_models()).target.kv_scheme == there.target.kv_scheme
+
+
+@pytest.mark.parametrize(
+    ("devices", "draft_devices", "leaves"), [([0, 1], [0, 1], True), ([0, 1], [0], True), ([0], [1], False)]
+)
+def test_first_uses_are_not_left_to_rounds_where_a_device_waits_for_its_host(
+    devices: list[int], draft_devices: list[int], leaves: bool
+) -> None:
+    sections = {"target": devices, "draft": draft_devices}
+    config = make_config({role: {"model": f"asset:{role}", "devices": of_role} for role, of_role in sections.items()})
+    assert JobSpec(config, is_awaited=True).leaves_first_uses == leaves
+    assert not JobSpec(config).leaves_first_uses
