@@ -74,7 +74,7 @@ class Change(NamedTuple):
 
 def tiles_of(rows: int, shared: int) -> Iterator[plain.Tile]:
     """Tiles of bfloat16 to try, of so many rows, for so much shared memory."""
-    features, inputs = ((16, 32, 64), (128, 256, 512)) if rows == 16 else ((64, 128), (64, 128))
+    features, inputs = ((16, 32, 64), (128, 256, 512)) if rows == 16 else ((64, 128, 256), (64, 128))
     for width, depth, stages in itertools.product(features, inputs, (2, 3, 4)):
         if (width + rows) * depth * 2 * stages <= shared:
             yield plain.Tile(width, depth, 8 if rows > 64 else 4, stages)

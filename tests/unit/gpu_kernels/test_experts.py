@@ -59,18 +59,6 @@ def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int
     assert experts(x[:0], Choice(choice.experts[:0], choice.shares[:0])).shape == (0, shape[1])
 
 
-def test_half_a_tile_of_a_prompt() -> None:
-    """Two experts have 150 pairs each: the last tile of each has 22 of 128."""
-    from trtrun.kernels.triton.experts import TritonExperts, tile_rows
-
-    assert tile_rows(300, 3) == 128
-    gate_up, down, x, choice = made((3, 40, 24, 2), 150)
-    assert choice.experts.unique().tolist() == [0, 1]
-    wide = TorchOperations().experts(ExpertWeights(gate_up.double(), down.double()), "silu", 0.0)
-    found = TritonExperts((gate_up, down), (None, None), "silu", 0.0)(x, choice)
-    assert difference(found, wide(x.double(), choice)) < BOUND
-
-
 def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
     """All experts' codes of weight [experts, out, in]."""
 
@@ -90,6 +78,27 @@ def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
     held = [one(matrix) for matrix in weight]
     tensors = {name: torch.stack([it[name] for it in held]) for name in held[0]}
     return ExpertCodes(tensors, *weight.shape[1:], rounds_activations=form == "fp8")
+
+
+@pytest.mark.parametrize("form", [None, "fp8", "fp8 in blocks"])
+@pytest.mark.parametrize("tokens", [160, 161, 193])
+def test_tiles_of_a_prompt_that_are_not_full(tokens: int, form: str | None) -> None:
+    """Two experts have so many pairs each: the last tile of each has 32, 33 or 65 of 128."""
+    from trtrun.kernels.triton.coded_experts.coded_experts import CodedExperts
+    from trtrun.kernels.triton.experts import TritonExperts, tile_rows
+
+    assert tile_rows(2 * tokens, 3) == 128
+    gate_up, down, x, choice = made((3, 136, 72, 2), tokens)
+    assert choice.experts.unique().tolist() == [0, 1]
+    weights = ExpertWeights(*(weight if form is None else codes_of(form, weight) for weight in (gate_up, down)))
+    if form is None:
+        experts: Experts = TritonExperts((gate_up, down), (None, None), "silu", 0.0)
+    else:
+        experts = CodedExperts(weights, "silu", 0.0)
+    whole, expected = experts(x, choice), TorchOperations().experts(weights, "silu", 0.0)(x, choice)
+    assert difference(whole, expected.double()) < 2 * BOUND
+    part = Choice(choice.experts[-9:], choice.shares[-9:])
+    assert not HAS_GPU or torch.equal(experts(x[-9:], part), whole[-9:]), "in tiles of 16"
 
 
 @pytest.mark.parametrize("form", [None, "fp8", "fp8 in blocks", "mxfp4"])

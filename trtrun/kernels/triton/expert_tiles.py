@@ -25,6 +25,7 @@ _STEPS = 16
 """Whose counts a program adds up together."""
 
 FEW_ROWS = tl.constexpr(16)
+_NO_PAIR = tl.constexpr(-1)
 """Rows of the smallest tiles. Several that chose an expert are multiplied with the same features of it together, and
 these are read once. Larger tiles have all of their features together: so the rows are read once, and so is the expert,
 of which the next tile is, too."""
@@ -104,6 +105,13 @@ def _lay_out_kernel(
         for first in range(0, own, ROWS):
             tile = first + tl.arange(0, ROWS)
             tl.store(experts + start + tile, tl.zeros((ROWS,), tl.int64) + expert, mask=tile < own)
+
+
+@triton.jit
+def has_no_more(pairs, ROWS: tl.constexpr):
+    """Whether a tile has pairs at its first ROWS places alone. Each expert's last tile has few, as often as not: what
+    computes fewer places of it is done sooner."""
+    return tl.load(pairs + ROWS) == _NO_PAIR
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from trtrun.kernels.triton.expert_tiles import (
     ExpertTiles,
     fetch_of_expert,
     grid_of,
+    has_no_more,
     lay_out,
     tile_and_part,
 )
@@ -60,20 +61,16 @@ TILES = {
 """By the rows of a tile, of gates and of the product behind them: for few rows an expert, which memory bounds, for
 more, and for prompts. Bits are the same with any."""
 
-_HALVED = tl.constexpr(128)
-"""Rows of a tile from which on half of one is computed where there are no more pairs: each expert's last one is, as
-often as not. A prompt of 4,096 tokens takes 0.95 times as long so."""
-
 
 @triton.jit
 def _weights_of(
-    weight, row, first, inputs, ROWS: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr
+    weight, row, first, inputs, FEW: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr
 ):  # fmt: skip
     """Weights [INPUTS, features] of rows [features] int64 of all experts' rows, from an input on: for tiles of few
     rows they are read once."""
     number = first + tl.arange(0, INPUTS)
     place = weight + row[None, :] * inputs + number[:, None]
-    policy: tl.constexpr = "evict_first" if ROWS <= FEW_ROWS else ""
+    policy: tl.constexpr = "evict_first" if FEW else ""
     if IS_EVEN:
         weights = tl.load(place, eviction_policy=policy)
     else:
@@ -82,9 +79,31 @@ def _weights_of(
 
 
 @triton.jit
-def _is_half(pairs, ROWS: tl.constexpr):
-    """Whether the second half of a tile's ROWS places has no pairs."""
-    return tl.load(pairs + ROWS // 2) == _NO_ROW
+def _nothing(ROWS: tl.constexpr, FEATURES: tl.constexpr, FEW: tl.constexpr):
+    """Where sums begin."""
+    if FEW:
+        return tl.zeros((ROWS, FEATURES), tl.float32)
+    else:
+        return tl.zeros((FEATURES, ROWS), tl.float32)
+
+
+@triton.jit
+def _add_product(values, weights, total, FEW: tl.constexpr):
+    """Sums and the product of values [ROWS, INPUTS] with weights [INPUTS, features]. They are held as [features, ROWS]
+    in tiles of more than few rows: four warps multiply 64 of the first, and any number of the second."""
+    if FEW:
+        return tl.dot(values, weights, total)
+    else:
+        return tl.dot(tl.trans(weights), tl.trans(values), total)
+
+
+@triton.jit
+def _of_rows(total, FEW: tl.constexpr):
+    """Sums [ROWS, features]."""
+    if FEW:
+        return total
+    else:
+        return tl.trans(total)
 
 
 @triton.jit
@@ -92,6 +111,7 @@ def _gate_up(
     x, weight, bias, output, pairs, expert, part, features, inputs,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """Activated gates times factors of the pairs at ROWS places, for a part of the features of their expert."""
     pair = tl.load(pairs + tl.arange(0, ROWS)).to(tl.int64)
@@ -104,17 +124,19 @@ def _gate_up(
         # The last tile computes some features again instead of reading behind the expert.
         gates = expert * 2 * features + tl.where(is_feature, feature, 0).to(tl.int64)
         token = x + (pair // CHOSEN) * inputs
-        gate, factor = tl.zeros((ROWS, FEATURES), tl.float32), tl.zeros((ROWS, FEATURES), tl.float32)
+        gate, factor = _nothing(ROWS, FEATURES, FEW), _nothing(ROWS, FEATURES, FEW)
         chosen = last_asked(inputs, INPUTS, STAGES)
         for first in range(0, inputs, INPUTS):
-            if ROWS <= FEW_ROWS:
+            if FEW:
                 launch_next_at(first, chosen, EARLY)
             number = first + tl.arange(0, INPUTS)
             known = number < inputs
             values = tl.load(token[:, None] + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
-            gate = tl.dot(values, _weights_of(weight, gates, first, inputs, ROWS, INPUTS, IS_EVEN), gate)
-            of_factor = _weights_of(weight, gates + features, first, inputs, ROWS, INPUTS, IS_EVEN)
-            factor = tl.dot(values, of_factor, factor)
+            of_gate = _weights_of(weight, gates, first, inputs, FEW, INPUTS, IS_EVEN)
+            gate = _add_product(values, of_gate, gate, FEW)
+            of_factor = _weights_of(weight, gates + features, first, inputs, FEW, INPUTS, IS_EVEN)
+            factor = _add_product(values, of_factor, factor, FEW)
+        gate, factor = _of_rows(gate, FEW), _of_rows(factor, FEW)
         if HAS_BIAS:
             of_gates = bias + expert * 2 * features + feature
             gate += tl.load(of_gates, mask=is_feature, other=0.0).to(tl.float32)[None, :]
@@ -134,17 +156,23 @@ def _gate_up_kernel(
     wait_for_all(EARLY)  # first: the next kernel looks at what is in `experts`
     if ROWS > FEW_ROWS:
         launch_next(EARLY)
+    FEW: tl.constexpr = ROWS <= FEW_ROWS
     tile, part = tile_and_part(ROWS)
     expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
-    if ROWS >= _HALVED and _is_half(own, ROWS):
+    if not FEW and has_no_more(own, ROWS // 4):
         _gate_up(
             x, weight, bias, output, own, expert, part, features, inputs,
-            CHOSEN, ROWS // 2, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, GATE, LIMIT, STAGES, EARLY,
+            CHOSEN, ROWS // 4, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, GATE, LIMIT, STAGES, EARLY, FEW,
+        )  # fmt: skip
+    elif not FEW and has_no_more(own, ROWS // 2):
+        _gate_up(
+            x, weight, bias, output, own, expert, part, features, inputs,
+            CHOSEN, ROWS // 2, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, GATE, LIMIT, STAGES, EARLY, FEW,
         )  # fmt: skip
     else:
         _gate_up(
             x, weight, bias, output, own, expert, part, features, inputs,
-            CHOSEN, ROWS, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, GATE, LIMIT, STAGES, EARLY,
+            CHOSEN, ROWS, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, GATE, LIMIT, STAGES, EARLY, FEW,
         )  # fmt: skip
 
 
@@ -152,7 +180,7 @@ def _gate_up_kernel(
 def _multiply(
     x, weight, bias, output, pairs, expert, part, features, inputs,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The product of the pairs at ROWS places with a part of the features of their expert."""
     pair = tl.load(pairs + tl.arange(0, ROWS)).to(tl.int64)
@@ -163,15 +191,17 @@ def _multiply(
         is_feature = feature < features
         row = expert * features + tl.where(is_feature, feature, 0).to(tl.int64)
         token = x + (pair // CHOSEN)[:, None] * inputs
-        total = tl.zeros((ROWS, FEATURES), tl.float32)
+        total = _nothing(ROWS, FEATURES, FEW)
         chosen = last_asked(inputs, INPUTS, STAGES)
         for first in range(0, inputs, INPUTS):
-            if ROWS <= FEW_ROWS:
+            if FEW:
                 launch_next_at(first, chosen, EARLY)
             number = first + tl.arange(0, INPUTS)
             known = number < inputs
             values = tl.load(token + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
-            total = tl.dot(values, _weights_of(weight, row, first, inputs, ROWS, INPUTS, IS_EVEN), total)
+            weights = _weights_of(weight, row, first, inputs, FEW, INPUTS, IS_EVEN)
+            total = _add_product(values, weights, total, FEW)
+        total = _of_rows(total, FEW)
         if HAS_BIAS:
             total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
         place = output + pair[:, None] * features + feature[None, :]
@@ -192,16 +222,22 @@ def _product_kernel(
     wait_for_all(EARLY)
     if ROWS > FEW_ROWS:
         launch_next(EARLY)
+    FEW: tl.constexpr = ROWS <= FEW_ROWS
     expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
-    if ROWS >= _HALVED and _is_half(own, ROWS):
+    if not FEW and has_no_more(own, ROWS // 4):
         _multiply(
             x, weight, bias, output, own, expert, part, features, inputs,
-            CHOSEN, ROWS // 2, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, STAGES, EARLY,
+            CHOSEN, ROWS // 4, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, STAGES, EARLY, FEW,
+        )  # fmt: skip
+    elif not FEW and has_no_more(own, ROWS // 2):
+        _multiply(
+            x, weight, bias, output, own, expert, part, features, inputs,
+            CHOSEN, ROWS // 2, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, STAGES, EARLY, FEW,
         )  # fmt: skip
     else:
         _multiply(
             x, weight, bias, output, own, expert, part, features, inputs,
-            CHOSEN, ROWS, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, STAGES, EARLY,
+            CHOSEN, ROWS, FEATURES, INPUTS, IS_EVEN, HAS_BIAS, STAGES, EARLY, FEW,
         )  # fmt: skip
 
 

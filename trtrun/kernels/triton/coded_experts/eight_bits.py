@@ -27,6 +27,7 @@ from trtrun.kernels.triton.expert_tiles import (
     ExpertTiles,
     fetch_of_expert,
     grid_of,
+    has_no_more,
     tile_and_part,
 )
 from trtrun.kernels.triton.matmul.fp8_matmul import Tile
@@ -38,22 +39,22 @@ _NO_ROW = tl.constexpr(-1)
 
 
 @triton.jit
-def _product_kernel(
-    x, x_scale, codes, scale, bias, y, pairs, experts, features, inputs, num_experts, x_stride, scale_stride,
-    CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    ROUNDS: tl.constexpr, ADDS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The weight is the side of the matrix units that is 64 wide. LINES as in experts.py."""
-    tile, part = tile_and_part(ROWS)
-    if EARLY and LINES > 0:
-        fetch_of_expert(codes, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES)
-    wait_for_all(EARLY)
-    if ROWS > FEW_ROWS:
-        launch_next(EARLY)
-    expert = tl.load(experts + tile).to(tl.int64)
-    if expert < 0:
-        return
-    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+def _multiply(tensors, strides, pairs, expert, part, sizes, ROWS: tl.constexpr, KINDS: tl.constexpr):
+    """The product of the pairs at ROWS places with a part of the features of their expert. The weight is the side of
+    the matrix units that is 64 wide, so that there may be any number of rows."""
+    x, x_scale, codes, scale, bias, y = tensors
+    features, inputs = sizes
+    x_stride, scale_stride = strides
+    CHOSEN: tl.constexpr = KINDS[0]
+    FEATURES: tl.constexpr = KINDS[1]
+    INPUTS: tl.constexpr = KINDS[2]
+    IS_EVEN: tl.constexpr = KINDS[3]
+    ROUNDS: tl.constexpr = KINDS[4]
+    ADDS: tl.constexpr = KINDS[5]
+    STAGES: tl.constexpr = KINDS[6]
+    EARLY: tl.constexpr = KINDS[7]
+    FEW: tl.constexpr = KINDS[8]
+    pair = tl.load(pairs + tl.arange(0, ROWS)).to(tl.int64)
     is_pair = pair != _NO_ROW
     row = tl.where(is_pair, pair // CHOSEN, 0)
     feature = part * FEATURES + tl.arange(0, FEATURES)
@@ -62,11 +63,11 @@ def _product_kernel(
     start = (expert * features + tl.where(is_feature, feature, 0)) * inputs
     groups = tl.cdiv(inputs, _GROUP)
     of_tile = scale + (expert * tl.cdiv(features, _GROUP) + part * FEATURES // _GROUP) * groups
-    policy: tl.constexpr = "evict_first" if ROWS <= FEW_ROWS else ""
+    policy: tl.constexpr = "evict_first" if FEW else ""
     total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
     chosen = last_asked(inputs, INPUTS, STAGES)
     for first in range(0, inputs, INPUTS):
-        if ROWS <= FEW_ROWS:
+        if FEW:
             launch_next_at(first, chosen, EARLY)
         number = first + tl.arange(0, INPUTS)
         place = codes + start[:, None] + number[None, :]
@@ -80,7 +81,10 @@ def _product_kernel(
                 x + (row * x_stride)[None, :] + number[:, None], mask=is_pair[None, :] & known[:, None], other=0.0
             )
         if ROUNDS == _BY_ROW:
-            total = tl.dot(weights, values, total, max_num_imprecise_acc=_GROUP)
+            # A group by itself, as matrix units round sums of E4M3. Said otherwise, by max_num_imprecise_acc of as
+            # many, the product of each instruction waits for the one before (C7514 of ptxas).
+            tl.static_assert(INPUTS == _GROUP)
+            total += tl.dot(weights, values)
         elif ROUNDS == _PLAIN:
             total = tl.dot(weights.to(x.dtype.element_ty), values, total)
         else:
@@ -103,6 +107,33 @@ def _product_kernel(
         total = tl.fma(total, tl.broadcast_to(factor, (FEATURES, ROWS)), added)
     place = y + pair[None, :] * features + feature[:, None]
     tl.store(place, total.to(y.dtype.element_ty), mask=is_pair[None, :] & is_feature[:, None])
+
+
+@triton.jit
+def _product_kernel(
+    x, x_scale, codes, scale, bias, y, pairs, experts, features, inputs, num_experts, x_stride, scale_stride,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+    ROUNDS: tl.constexpr, ADDS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The product of the pairs of a tile with their expert. LINES as in experts.py."""
+    tile, part = tile_and_part(ROWS)
+    if EARLY and LINES > 0:
+        fetch_of_expert(codes, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES)
+    wait_for_all(EARLY)
+    FEW: tl.constexpr = ROWS <= FEW_ROWS
+    if not FEW:
+        launch_next(EARLY)
+    expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
+    if expert < 0:
+        return
+    tensors, strides, sizes = (x, x_scale, codes, scale, bias, y), (x_stride, scale_stride), (features, inputs)
+    KINDS: tl.constexpr = (CHOSEN, FEATURES, INPUTS, IS_EVEN, ROUNDS, ADDS, STAGES, EARLY, FEW)
+    if not FEW and has_no_more(own, ROWS // 4):
+        _multiply(tensors, strides, own, expert, part, sizes, ROWS // 4, KINDS)
+    elif not FEW and has_no_more(own, ROWS // 2):
+        _multiply(tensors, strides, own, expert, part, sizes, ROWS // 2, KINDS)
+    else:
+        _multiply(tensors, strides, own, expert, part, sizes, ROWS, KINDS)
 
 
 class ByteProduct:
