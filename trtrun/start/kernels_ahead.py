@@ -49,7 +49,8 @@ def kinds_of_kernels(
         (role, section.dtype, section.quantization, rank, size, *configuration_bytes(section.model))
         for role, section, rank, size in parts
     ]
-    # How many blocks there are, which an engine that is started again is told, changes neither.
+    # How many blocks there are, which an engine that is started again is told, changes neither, but for how long rows
+    # may be: marks say for which they are.
     kept = config.kv_cache.model_copy(update={"max_tokens": None, "free_memory_fraction": None})
     sections = (config.speculation, kept, config.scheduler)
     held = heads.weights if heads is not None else ()
@@ -77,10 +78,12 @@ class _Mark(msgspec.Struct, frozen=True):
 
     Attributes:
         working_bytes: that rounds need.
+        longest: tokens of a row, at most, with which they were measured.
         speeds: of products.
     """
 
     working_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    longest: Annotated[int, msgspec.Meta(gt=0)]
     speeds: list[WeightSpeeds]
 
 
@@ -100,9 +103,9 @@ def mark_file(like: Iterable[object], device: torch.device, folder: str | None =
     return Path(folder or knobs.cache.dir, f"trtrun-{name}")
 
 
-def has_mark(mark: Path) -> bool:
-    """Whether a start that ended well has left the mark."""
-    return _read(mark) is not None
+def has_mark(mark: Path, longest: int) -> bool:
+    """Whether a start that ended well has left the mark, with rows of `longest` tokens or more."""
+    return _read(mark, longest) is not None
 
 
 def count_processes(num_ranks: int) -> int:
@@ -118,21 +121,22 @@ class KernelsAhead:
             well on this machine.
     """
 
-    def __init__(self, like: Iterable[object], device: torch.device, num_ranks: int) -> None:
+    def __init__(self, like: Iterable[object], device: torch.device, num_ranks: int, longest: int) -> None:
         """Look for the mark, and begin processes where there is none.
 
         Args:
             like: see `mark_file`.
             device: of the rank.
             num_ranks: that share the host's cores.
+            longest: tokens of a row, at most: a mark of shorter ones says too little.
         """
-        self._processes = None
+        self._processes, self._longest = None, longest
         self._mark = mark_file(like, device)
         self._target: dict[str, object] = {}
         self.working_bytes: int | None = None
         if self._mark is None:
             return
-        found = _read(self._mark)
+        found = _read(self._mark, longest)
         if found is not None:
             from trtrun.kernels.triton.matmul.dense import remember_speeds
 
@@ -176,7 +180,7 @@ class KernelsAhead:
             with suppress(OSError):  # then the next start is like this one
                 self._mark.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = self._mark.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-                unfinished.write_bytes(msgspec.json.encode(_Mark(working_bytes, _known_speeds())))
+                unfinished.write_bytes(msgspec.json.encode(_Mark(working_bytes, self._longest, _known_speeds())))
                 unfinished.replace(self._mark)  # others may read, and write the same, meanwhile
 
     def close(self) -> None:
@@ -194,12 +198,13 @@ def _known_speeds() -> list[WeightSpeeds]:
     return known_speeds()
 
 
-def _read(mark: Path) -> _Mark | None:
-    """What a mark says; None where there is none, or it says nothing."""
+def _read(mark: Path, longest: int) -> _Mark | None:
+    """What a mark says; None where there is none, or it says nothing of rows of `longest` tokens."""
     try:
-        return msgspec.json.decode(mark.read_bytes(), type=_Mark)
+        found = msgspec.json.decode(mark.read_bytes(), type=_Mark)
     except (OSError, msgspec.DecodeError):
         return None
+    return found if found.longest >= longest else None
 
 
 def _digest(like: Iterable[object]) -> str:

@@ -126,7 +126,9 @@ class RankStartup:
         num_ranks = len(self._topology.slots_of_host(self._slot.host))
         parts = [(role, section, group.rank, group.size) for role, section, _, group in self._parts.all]
         self._cache.begin()
-        self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts, self._heads.plan), self._device, num_ranks)
+        kinds = kinds_of_kernels(self._config, parts, self._heads.plan)
+        longest = round_shape(self._config, self._models).max_seq_len
+        self._kernels = KernelsAhead(kinds, self._device, num_ranks, longest)
         if self._kernels.working_bytes is None:
             self._cache.say_what_lacks()
         try:

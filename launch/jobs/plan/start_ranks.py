@@ -29,7 +29,7 @@ from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.engine_shards import bytes_of_ranks, shard_path
 from trtrun.loading.loading import heads_bytes
 from trtrun.loading.weight_check import check_weights, choose_default
-from trtrun.memory.memory_requirements import reads_in_place
+from trtrun.memory.memory_requirements import reads_in_place, round_shape
 from trtrun.models.config import ModelConfig
 from trtrun.sampling.distributions import NUM_KINDS
 from trtrun.start.engine_caches import VARIABLE, kernels_folder
@@ -309,7 +309,8 @@ class RankStarts:
         mark = mark_file(kinds_of_kernels(config, parts, heads), device_of(slot), folder)
         if mark is None:
             return "none"
-        return "found" if has_mark(mark) else "missing"
+        longest = round_shape(config, self._memory.models).max_seq_len
+        return "found" if has_mark(mark, longest) else "missing"
 
 
 def of_all(ranks: Collection[RankStart]) -> Kernels:

@@ -75,8 +75,8 @@ def leave_mark(config: RuntimeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     topology = make_topology(config)
     begun = RankStartup(JobSpec(config), 0, open_groups(None, topology, torch.device("cpu")))
 
-    def kernels(like: Any, device: torch.device, num_ranks: int) -> KernelsAhead:
-        ahead = KernelsAhead(like, device, num_ranks)
+    def kernels(like: Any, device: torch.device, num_ranks: int, longest: int) -> KernelsAhead:
+        ahead = KernelsAhead(like, device, num_ranks, longest)
         ahead.finish(5)
         raise KeyboardInterrupt
 
@@ -105,9 +105,21 @@ def test_the_figures_are_those_of_the_documents() -> None:
         f"compiling them in {start.NUM_PROCESSES} processes",
         f"rounds that the start measures ({low:g} to {high:g} s",
         "| 4.6 to 4.8 s in all, most of it importing torch |",
-        "Two H100, target TP 2: 17 s to ready behind the imports, kernels of one rank warm",
+        "| `starts`: 8B, TP 2, to ready: cold, warm | 23.1 s, 14.8 s |",
     ):
         assert part in text, part
+
+
+def test_kernels_and_memory_of_shorter_rows_are_not_those_of_longer_ones(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kv_cache.max_tokens` bounds the rows of the largest round, too."""
+    whole = gpu_job(pair, ["cuda:0"], ["cuda:0"])
+    short = gpu_job(pair, ["cuda:0"], ["cuda:0"], kv_cache={"max_tokens": 64})
+    leave_mark(short, monkeypatch)
+    assert [plan(config).kernels for config in (short, whole)] == ["found", "missing"]
+    leave_mark(whole, monkeypatch)
+    assert [plan(config).kernels for config in (short, whole)] == ["found", "found"]
 
 
 def test_a_job_like_that_which_was_measured_takes_as_long(
