@@ -268,6 +268,7 @@ class EngineKeeper:
         if waiting is not None:
             _end(waiting)
             await waiting.wait()
+        self._standby.forget()
 
     async def close(self) -> None:
         """Let the engine end, which was asked to, or end it; and do not start it again."""

@@ -105,8 +105,17 @@ class RestartedEngine:
             events.on_lost()
             keeper.note_silence()
 
-        environment = build_environment()
-        standby = Standby(self._build_command, environment, events.on_news) if self._config.server.standby else None
+        seconds = self._config.launch.heartbeat_seconds
+
+        def end_silent() -> None:
+            cause = (
+                f"it stood by, and not all of it has heard of its turn within {seconds:g} s (launch.heartbeat_seconds)"
+            )
+            keeper.end_hung(cause, has_ranks=not self._is_alone)
+
+        environment, standby = build_environment(), None
+        if self._config.server.standby:
+            standby = Standby(self._build_command, environment, events.on_news, seconds, end_silent)
         self._keeper = keeper = EngineKeeper(
             self._build_command,
             environment,

@@ -119,12 +119,15 @@ class Played:
         waits: seconds that were waited before restarts.
     """
 
-    def __init__(self, model: Path, plays: Sequence[Play], max_restarts: int, standby: bool = False) -> None:
+    def __init__(
+        self, model: Path, plays: Sequence[Play], max_restarts: int, standby: bool = False, **launch: Any
+    ) -> None:
         self.config = make_config(
             {
                 "target": {"model": str(model), "devices": ["cpu:0", "cpu:1"]},
                 "speculation": {"method": "none"},
                 "server": {"max_restarts": max_restarts, "standby": standby},
+                "launch": launch,
             }
         )
         self.processes: list[Process] = []
@@ -162,7 +165,7 @@ def standing_by(play: Play) -> Play:
     async def wait(process: Process) -> int:
         name = process.words[process.words.index("--turn") + 1]
         reader, writer = await asyncio.open_unix_connection(sock=engine_socket.connect(name))
-        turn = await reader.read()
+        turn = await reader.read(1)
         writer.close()
         process.turns.append(turn)
         return await play(process) if turn else ExitCode.FAILED

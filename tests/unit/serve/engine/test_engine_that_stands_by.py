@@ -136,19 +136,63 @@ def test_a_turn_is_told_where_it_has_come_and_else_nothing(has_come: bool, monke
             await tell(*connection)
 
         monkeypatch.setattr(_Turn, "tell", lambda *words: tell_once_asked(*words))
-        standby = Standby(lambda: ["serve-engine"], {}, told.append)
+        standby = Standby(lambda: ["serve-engine"], {}, told.append, 60.0, lambda: told.append("silence"))
         await standby.prepare()
         await standby.prepare()  # one waits already
         assert started.count("--turn") == 1
         reader, writer = await asyncio.open_unix_connection(sock=handshake.connect(started[-1]))
         await is_asked.wait()
         assert (standby.take() if has_come else standby.give_up()) is not None
-        assert await reader.read() == (b"t" if has_come else b"")
+        assert standby._turn.is_settled == has_come, "one that is given up is ended before it hears anything"
+        standby.forget()
+        assert await reader.read(1) == (b"t" if has_come else b"")
         writer.close()
         assert standby.take() is None and standby.give_up() is None
         assert told == ["the next engine stands by"]
 
     run(check())
+
+
+def test_one_that_does_not_hear_of_its_turn_is_ended(
+    with_engines: WithEngines, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank of it was stopped, say, while nobody watched it."""
+
+    async def hang(process: Process) -> int:
+        name = process.words[process.words.index("--turn") + 1]
+        reader, _ = await asyncio.open_unix_connection(sock=handshake.connect(name))
+        assert await reader.readexactly(1) == b"t"
+        await asyncio.Event().wait()
+        return ExitCode.FAILED
+
+    async def check(played: Played) -> None:
+        keeping = asyncio.create_task(played.keep())
+        assert await read(played.ask()) == [7]
+        assert played.processes[1].returncode == KILLED and "--turn" not in played.processes[2].words
+        await played.engine.close()
+        assert await keeping == ExitCode.DONE
+
+    with_engines([dying(), hang, serve, standing_by(serve)], check, heartbeat_seconds=0.05)
+    assert "hangs: it stood by, and not all of it has heard of its turn within 0.05 s" in caplog.text
+
+
+def test_an_engine_says_that_it_has_heard() -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        name, heard = handshake.make_name(), list[bytes]()
+        listening.bind("\0" + name[1:])
+        listening.listen()
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"t")
+                heard.append(connection.recv(2))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        wait_for_turn(name, has_gpus=False)
+        answering.join()
+        assert heard == [b"h"]
 
 
 def test_an_engine_whose_front_is_gone_says_so() -> None:
