@@ -88,6 +88,7 @@ def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """Return the environment for mpirun: this process's, one thread a rank, and no trace of another mpirun."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONUNBUFFERED": "1"}
+    environment |= {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_mtl": "^ofi"}  # these look for networks, for a second
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
