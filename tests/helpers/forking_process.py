@@ -33,7 +33,8 @@ MOST_BYTES = 1 << 17
 
 TAKE_LONG = (
     "trtrun.api.llm", "launch.cli", "launch.serve.application.serve", "launch.serve.engine.keeper", "llvmlite.binding",
-    "mpi4py", "numpy.random",
+    "mpi4py", "numpy.random", "launch.batch.run", "launch.batch.checks", "launch.bench.bench",
+    "launch.jobs.check.rank_check", "launch.jobs.plan.plan", "launch.jobs.slurm.section", "launch.jobs.pbs.section",
 )  # fmt: skip
 """Modules that commands and their ranks import, with all that these import."""
 
@@ -170,9 +171,11 @@ def main() -> None:
     for name in (*TAKE_LONG, *sys.argv[4:]):
         importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules, "it begins MPI"
+    inventory = sys.modules["launch.jobs.check.inventory"]
     del sys.modules["launch.cli"], sys.modules["launch"].cli  # ranks have it run as their program
     # What the import has set (docs/python.md, "Variables of the environment") is set in every command, too.
     settings = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    inventory.hash_sources()  # ranks compare it, and it reads eight hundred files
     gc.freeze()  # else the first collection of each command copies all of torch's objects
     commands, ranks, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     with socket.socket(fileno=commands) as connection, socket.socket(fileno=ranks) as listener:
