@@ -152,6 +152,12 @@ def be_python(words: Sequence[str]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
+def read_variables_again() -> None:
+    """A module that `import_more` may have imported has read variables then: they are to be this command's."""
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        importlib.reload(constants)
+
+
 def begin_now() -> None:
     """A module of the command has read the clock when it was imported: it is to be this process's start."""
     for module in [module for name, module in sys.modules.items() if name.startswith("launch.")]:
@@ -188,6 +194,7 @@ def main() -> None:
     if request["new_session"]:
         os.setsid()
     program, *words = request["words"]
+    read_variables_again()
     begin_now()
     misbehave()
     if request.get("ranks"):
