@@ -20,6 +20,7 @@ import pytest
 from durations import Durations
 from forked_commands import shared_commands
 from forked_ranks import stand_in
+from mpi_libraries import NO_NETWORKS
 from shares import deal
 
 from launch.jobs.mpi.host_folders import remove_stale_folders
@@ -88,7 +89,6 @@ def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """Return the environment for mpirun: this process's, one thread a rank, and no trace of another mpirun."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONUNBUFFERED": "1"}
-    environment |= {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_mtl": "^ofi"}  # these look for networks, for a second
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -110,7 +110,8 @@ def run_ranks() -> RunRanks:
         size: int, *arguments: str, env: dict[str, str] | None = None, timeout: float = 90, forked: bool = False
     ) -> Finished:
         before = stand_in(shared_commands().address) if forked else []
-        command = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(size), *before, sys.executable, *arguments]
+        words = ["--oversubscribe", "--bind-to", "none", *NO_NETWORKS, "-n", str(size)]
+        command = [mpirun, *words, *before, sys.executable, *arguments]
         for _ in range(2):
             start = time.time()
             try:
