@@ -119,6 +119,8 @@ fi
 phase one-process "$python" -m pytest -n "$processes" --dist worksteal -m "not mpi" ${one_process[@]+"${one_process[@]}"}
 # mpirun's own folder is a new one: see launch/jobs/mpi/host_folders.py.
 export PRTE_MCA_prte_local_tmpdir_base="$tallies/mpirun"
+# As in jobs of trtrun on one host: these look for networks, for a second.
+export OMPI_MCA_btl=^ofi OMPI_MCA_mtl=^ofi
 # Ranks of pytest are forked from one process: each would import for two seconds. It ends with this script.
 coproc "$python" tests/helpers/forked_phases.py
 read -r -a before <&"${COPROC[0]}"

@@ -20,6 +20,7 @@ import pytest
 from durations import Durations
 from forked_commands import shared_commands
 from forked_ranks import stand_in
+from mpi_libraries import NO_NETWORKS
 from shares import deal
 
 from launch.jobs.mpi.host_folders import remove_stale_folders
@@ -109,7 +110,8 @@ def run_ranks() -> RunRanks:
         size: int, *arguments: str, env: dict[str, str] | None = None, timeout: float = 90, forked: bool = False
     ) -> Finished:
         before = stand_in(shared_commands().address) if forked else []
-        command = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(size), *before, sys.executable, *arguments]
+        words = ["--oversubscribe", "--bind-to", "none", *NO_NETWORKS, "-n", str(size)]
+        command = [mpirun, *words, *before, sys.executable, *arguments]
         for _ in range(2):
             start = time.time()
             try:

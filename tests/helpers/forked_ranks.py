@@ -54,13 +54,16 @@ def bound_at(address: str) -> str:
 
 
 def fork_ranks(address: str) -> None:
-    """Ranks that this process's mpirun starts, and engines of this front, are forked by the process at an address."""
+    """Ranks that this process's mpirun starts, engines of this front, and what reads its requests, are forked by the
+    process at an address."""
     from launch.jobs.mpi import supervise
     from launch.serve.engine import keeper
+    from launch.serve.parsing import worker_pool
 
     ending_with_parent = supervise.ending_with_parent
     supervise.ending_with_parent = lambda command: ending_with_parent(standing_for(address, list(command)))
     keeper.ending_with_parent = lambda command: ending_with_parent([*stand_in(address), *command])
+    worker_pool.PROGRAM = (*stand_in(address), *worker_pool.PROGRAM)
 
 
 def can_be_forked(environment: dict[str, str], own: dict[str, str]) -> bool:

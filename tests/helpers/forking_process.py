@@ -26,14 +26,18 @@ from typing import Any
 
 from forked_ranks import can_be_forked, fork_ranks
 
+from trtrun.errors import PlacementError
+
 FAULT = "TRTRUN_TEST_FAULT"
 FAULTS = Path(__file__).parents[1] / "e2e" / "cli" / "faults"
+PARSER = "launch.serve.application.parser_worker"
 MOST_BYTES = 1 << 17
 """Of a request: arguments and environment."""
 
 TAKE_LONG = (
     "trtrun.api.llm", "launch.cli", "launch.serve.application.serve", "launch.serve.engine.keeper", "llvmlite.binding",
-    "mpi4py", "numpy.random",
+    "mpi4py", "numpy.random", "launch.batch.run", "launch.batch.checks", "launch.bench.bench",
+    "launch.jobs.check.rank_check", "launch.jobs.plan.plan", "launch.jobs.slurm.section", "launch.jobs.pbs.section",
 )  # fmt: skip
 """Modules that commands and their ranks import, with all that these import."""
 
@@ -151,6 +155,25 @@ def be_python(words: Sequence[str]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
+def ask_beforehand() -> None:
+    """What each rank or command asks of what does not change, and is told from then on without looking."""
+    from launch.jobs.check.inventory import hash_sources
+    from launch.jobs.mpi.library import choose_flavour
+    from launch.jobs.mpi.mpirun import build_environment, find_mpirun
+
+    hash_sources()
+    with suppress(PlacementError):
+        for environment in (os.environ, build_environment()):
+            choice = choose_flavour("auto", environment)
+        find_mpirun(choice.flavour, choice.library)
+
+
+def read_variables_again() -> None:
+    """A module that `import_more` may have imported has read variables then: they are to be this command's."""
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        importlib.reload(constants)
+
+
 def begin_now() -> None:
     """A module of the command has read the clock when it was imported: it is to be this process's start."""
     for module in [module for name, module in sys.modules.items() if name.startswith("launch.")]:
@@ -173,6 +196,7 @@ def main() -> None:
     del sys.modules["launch.cli"], sys.modules["launch"].cli  # ranks have it run as their program
     # What the import has set (docs/python.md, "Variables of the environment") is set in every command, too.
     settings = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    ask_beforehand()
     gc.freeze()  # else the first collection of each command copies all of torch's objects
     commands, ranks, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     with socket.socket(fileno=commands) as connection, socket.socket(fileno=ranks) as listener:
@@ -185,10 +209,13 @@ def main() -> None:
     if request["new_session"]:
         os.setsid()
     program, *words = request["words"]
+    read_variables_again()
     begin_now()
     misbehave()
     if request.get("ranks"):
         fork_ranks(address)
+    if PARSER in words:
+        words[-1] = str(os.getppid())  # it ends at once where its parent is another one
     if program != "trtrun":
         be_python(words)
         return

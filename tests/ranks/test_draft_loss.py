@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from mpi_libraries import NO_NETWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE, PARENT = "tests/ranks/programs/loss_case.py", "tests/ranks/programs/loss_parent.py"
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "--bind-to", "none"]
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "--bind-to", "none", *NO_NETWORKS]
 RANKS_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",

@@ -20,6 +20,7 @@ import pytest
 from checkpoints import make_checkpoint
 from forked_commands import shared_commands
 from forked_ranks import stand_in
+from mpi_libraries import NO_NETWORKS
 from pipelines import noisy_copy
 
 PROGRAM = "tests/ranks/programs/heartbeat_case.py"
@@ -205,7 +206,7 @@ class Job:
         mpirun = str(Path(sys.executable).parent / "mpirun")
         before = stand_in(shared_commands().address)
         self.process = subprocess.Popen(
-            [mpirun, "--oversubscribe", "--bind-to", "none", "-n", "3", *before, sys.executable, PROGRAM],
+            [mpirun, "--oversubscribe", "--bind-to", "none", *NO_NETWORKS, "-n", "3", *before, sys.executable, PROGRAM],
             cwd=ROOT,
             env={**os.environ, **RANKS_ENVIRONMENT, **environment},
             stdout=subprocess.PIPE,

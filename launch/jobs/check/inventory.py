@@ -15,6 +15,7 @@ import platform
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,7 @@ def _look_at_device(inventory: RankInventory, spec: JobSpec, rank: int) -> RankI
 def _read_versions(with_mpi: bool, with_nccl: bool) -> dict[str, str]:
     """Versions by name, in the order in which they are told."""
     versions = {
-        "trtrun": f"{__version__} ({_hash_sources()})",
+        "trtrun": f"{__version__} ({hash_sources()})",
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(torch.__version__),
     }
@@ -262,8 +263,9 @@ def _nccl_version() -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _hash_sources() -> str:
-    """A few digits over the code of all three packages: two copies of one version may differ."""
+@cache
+def hash_sources() -> str:
+    """A few digits over the code of all three packages: two copies of one version may differ. A process looks once."""
     root = Path(__file__).resolve().parents[3]
     total = hashlib.sha256()
     for package in PACKAGES:

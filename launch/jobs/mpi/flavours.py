@@ -148,7 +148,9 @@ OPENMPI = Flavour(
             options=("mpi_yield_when_idle",),
         ),
         # Else each rank listens on all interfaces for nobody, and three bytes from a stranger make it wait for more.
-        Setting(("--mca", "btl", "^tcp"), variables=("OMPI_MCA_btl",), options=("btl",), when=When.SHARED_MEMORY),
+        Setting(("--mca", "btl", "^tcp,ofi"), variables=("OMPI_MCA_btl",), options=("btl",), when=When.SHARED_MEMORY),
+        # Else libfabric looks for networks, and this and the one above take a second of each start.
+        Setting(("--mca", "mtl", "^ofi"), variables=("OMPI_MCA_mtl",), options=("mtl",), when=When.SHARED_MEMORY),
         # Else it ends the job with the first rank that dies.
         Setting(("--with-ft", "ulfm"), variables=("OMPI_MCA_mpi_ft_enable",), when=When.MAY_LOSE_RANKS),
         *_when_hosts("--prtemca", "PRTE_MCA_"),

@@ -40,6 +40,8 @@ long. So long its end may take, too."""
 _MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_")
 """How variables begin that make a rank of a process."""
 
+PROGRAM = (sys.executable, "-m", "launch.serve.application.parser_worker")
+
 logger = logging.getLogger(__name__)
 
 
@@ -73,12 +75,11 @@ class ParserWorker:
         with theirs:
             with suppress(BlockingIOError):
                 num_sent = self._ours.send(greeting)
-            command = [sys.executable, "-m", "launch.serve.application.parser_worker", str(os.getpid())]
             try:
                 # In a session of its own: what a terminal or a batch system sends to all of the frontend's is not for
                 # it, not even while it starts. It ends with the frontend all the same, by the kernel's word.
                 self._process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=_environment(),
+                    [*PROGRAM, str(os.getpid())], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=_environment(),
                     start_new_session=True,
                 )  # fmt: skip
             except OSError:

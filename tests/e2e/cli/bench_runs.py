@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from commands import ROOT, Run, command_environment
 from forked_commands import ForkedCommands
 
 sys.path.append(str(ROOT))
+from launch.jobs.placement.memory import JobMemory
 from scripts.bench.gpu_bench.placements import PLACEMENTS
+from trtrun.configuration.config import load_config
+from trtrun.start.job_spec import JobSpec
 
 FORKED_BENCH = Path(__file__).parent / "forked_bench.py"
 GPUS = {count: ("--gpus", count, "--devices", "cpu", "--time-limit", 900) for count in PLACEMENTS}
@@ -50,3 +54,11 @@ def rows_of(text: str, title: str) -> list[dict[str, str]]:
     lines = text[text.index(f"**{title}") :].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def count_ranks(config: Path, sets: Sequence[str] = ()) -> int:
+    """Of the ranks of a job that hold models, all of which can be cut so."""
+    memory = JobMemory.read(JobSpec(load_config(config, sets)))
+    held = [memory.shard_bytes(slot.rank) for slot in memory.topology.slots]
+    assert all(drafts > 0 and verifies > 0 for drafts, verifies in held)
+    return len(held)

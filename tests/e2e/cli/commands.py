@@ -14,6 +14,7 @@ from typing import Any
 
 from forked_commands import forked_words, running_processes
 from forking_process import FAULT, FAULTS
+from mpi_libraries import NO_NETWORKS
 
 ROOT = Path(__file__).resolve().parents[3]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
@@ -28,6 +29,7 @@ FIXED = ("--set", "speculation.pacing=fixed", "--set", "speculation.ahead=off")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+MPIRUN += NO_NETWORKS
 
 
 def command_words() -> list[str]:

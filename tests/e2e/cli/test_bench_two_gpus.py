@@ -1,7 +1,8 @@
 """The parts of scripts/bench/bench_gpu.py that a host of two devices alone has, with tiny models on CPU slots.
 
-All run here, but for jobs of pairs that differ from others in their models alone: of those it is seen that the models
-can be cut so. What only GPUs show: kernels (operations of torch stand for them), graphs, sums over peer memory, ratios.
+All run here or in test_bench_shared_jobs.py, but for jobs of pairs that differ from others in their models alone: of
+those it is seen that the models can be cut so. What only GPUs show: kernels (operations of torch stand for them),
+graphs, sums over peer memory, ratios.
 """
 
 from __future__ import annotations
@@ -14,32 +15,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import GPUS, rows_of, states_of
+from bench_runs import GPUS, count_ranks, rows_of, states_of
 from commands import ROOT, Run
 from forked_bench import fork_commands
 from forked_commands import ForkedCommands
 
 sys.path.append(str(ROOT))
-from launch.jobs.placement.memory import JobMemory
 from scripts.bench.gpu_bench import served_loss
 from scripts.bench.gpu_bench.cut_parts import TEXT_PAIRS, check_texts
 from scripts.bench.gpu_bench.models import PAIRS, SHAPES
 from scripts.bench.gpu_bench.two_devices import list_two_device_parts
 from scripts.bench.gpu_bench.workbench import Options, Workbench
 from scripts.harness.children import ChildError
-from trtrun.configuration.config import load_config
-from trtrun.start.job_spec import JobSpec
 
 CUTS = {"tp2:8b": 2, "tp2:gpt-oss-120b": 3, "tp2:27b-states": 2}
 """Parts that do what `tp2:30b-a3b` does with other models, and how many ways each has."""
-TOGETHER = ("tp2:30b-a3b", "kernels", "exchange", "texts", "mtp-apart", "ahead", "starts")
+TOGETHER = ("tp2:30b-a3b", "kernels", "exchange")
+SHARED = ("texts", "mtp-apart", "ahead", "starts")
+"""Parts of whose jobs one of a kind runs: test_bench_shared_jobs.py."""
 KILLED = ("kill-served:target", "kill-served:draft", "kill-served:standby")
 ROWS = ("1", "2")
 
 
 def test_no_part_is_left_out_here_or_takes_nine_minutes() -> None:
     parts = {part.name: part for part in list_two_device_parts()}
-    assert sorted(parts) == sorted((*CUTS, *TOGETHER, *KILLED))
+    assert sorted(parts) == sorted((*CUTS, *TOGETHER, *SHARED, *KILLED))
     assert all(part.seconds <= 500 and not part.is_usual for part in parts.values())
 
 
@@ -63,24 +63,6 @@ def test_all_parts_of_two_devices(bench: Run, tmp_path: Path) -> None:
     (exchange,) = [line["report"] for line in kept if line["part"] == "exchange" and "report" in line]
     assert [entry["rows"] for entry in exchange["results"]] == [1, 2, 4]
     assert all(us > 0 for entry in exchange["results"] for us in entry["us"].values())
-    rows = rows_of(done.stdout, "Texts equal to plain decoding's, target TP 2 and draft TP 2")
-    assert [(row["pair"], row["temperature"]) for row in rows] == [
-        (pair, temperature) for pair in TEXT_PAIRS for temperature in ("0", "0.8")
-    ]
-    assert all((row["1 rows"], row["2 rows"]) == ("1 of 1", "2 of 2") for row in rows)
-    rows = rows_of(done.stdout, "27b-states-shaped target with an MTP layer")
-    assert [row["MTP"] for row in rows] == ["beside the target", "apart", "apart, ahead"] * 2
-    assert all(float(row["tokens a round"]) > 1 for row in rows)
-    rows = rows_of(done.stdout, "8B-shaped pair, draft and target on a device each")
-    assert [(row["rows"], row["ahead"]) for row in rows] == [(n, way) for n in ROWS for way in ("off", "on", "auto")]
-    for of_rows in (rows[:3], rows[3:]):
-        better = max(float(row["tokens/s"]) for row in of_rows[:2])
-        assert float(of_rows[2]["÷ better of both"]) == pytest.approx(float(of_rows[2]["tokens/s"]) / better, abs=0.02)
-        assert all(0 <= float(row["target idle"]) <= 1 for row in of_rows)
-    rows = rows_of(done.stdout, "Starts: target TP 2 and draft TP 2")
-    assert [(row["pair"], row["caches"]) for row in rows] == [
-        ("8b-shaped", caches) for caches in ("cold", "warm", "by warm-up")
-    ]
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -94,10 +76,7 @@ def test_jobs_of_other_pairs_can_be_cut_so(name: str, tmp_path: Path) -> None:
         def bench(self, config: Path, rows: Any, *extra: object, variables: Any = None) -> dict[str, Any]:
             words = [str(word) for word in extra]
             sets = [word for before, word in pairwise(words) if before == "--set"]
-            memory = JobMemory.read(JobSpec(load_config(config, sets)))
-            held = [memory.shard_bytes(slot.rank) for slot in memory.topology.slots]
-            assert all(drafts > 0 and verifies > 0 for drafts, verifies in held)
-            asked.append((sets, len(held), "--exact" in words))
+            asked.append((sets, count_ranks(config, sets), "--exact" in words))
             return {"start_s": 1.0, "memory": [], "results": [{"plain": case, "speculative": case} for _ in rows]}
 
     bench = Planned(Options("cpu", 2), tmp_path, deadline=0.0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forked_commands import ForkedCommands
+from forked_commands import ForkedCommands, ForkedProcess
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST_PROGRAM = Path(__file__).parent / "programs" / "host.py"
@@ -146,14 +146,25 @@ class Network:
         """Run the command on the first host, to its end.
 
         It is forked, and so are its ranks, each on its host: what ssh, sshd and mpirun start there stands for them
-        (tests/helpers/forked_ranks.py). `RunningJob` starts programs.
+        (tests/helpers/forked_ranks.py).
         """
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        commands = self._forked_commands()
+        return commands.run([str(argument) for argument in arguments], {**self._own, **variables}, ROOT, seconds)
+
+    def start(self, arguments: Sequence[object], variables: Mapping[str, str]) -> ForkedProcess:
+        """Start the same, forked like that."""
+        words = [str(argument) for argument in arguments]
+        return self._forked_commands().start(words, {**self._own, **variables}, ROOT, ranks=True)
+
+    @property
+    def _own(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def _forked_commands(self) -> ForkedCommands:
+        """The first host's; each has them from the first time on."""
         if not self.forking:
-            self.forking = {name: self._fork_on(host, {**os.environ, **own}) for name, host in self.hosts.items()}
-        environment = {**os.environ, **own, **variables}
-        commands = next(iter(self.forking.values()))
-        return commands.run([str(argument) for argument in arguments], environment, ROOT, seconds)
+            self.forking = {name: self._fork_on(host, self._own) for name, host in self.hosts.items()}
+        return next(iter(self.forking.values()))
 
     def _fork_on(self, host: Host, environment: dict[str, str]) -> ForkedCommands:
         file = f"{self.folder}/private/forking"

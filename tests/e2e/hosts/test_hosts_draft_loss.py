@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from network import wait_for
-from two_hosts import PATIENCE, Site, rank_of, read_rows, run, write_rows
+from two_hosts import PATIENCE, Site, rank_of, read_rows, write_rows
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -50,12 +49,10 @@ def test_the_run_goes_on_without_drafts(
     words = ("run", "--config", file, "--prompts", prompts, "--ignore-eos", "--output")
     if not undisturbed:  # in one process
         plainly = ("run", "--config", two_hosts.config({"target": ["cpu:0"]}), *words[3:])
-        done = run(two_hosts.words(*plainly, outputs[0]))
+        done = two_hosts.trtrun(*plainly, outputs[0])
         assert done.returncode == 0, done.stderr
         undisturbed.append(read_rows(outputs[0]))
-    process = subprocess.Popen(
-        two_hosts.words(*words, outputs[1]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    process = two_hosts.start(*words, outputs[1])
     working = outputs[1].with_name("lost.jsonl.partial")
     try:
         wait_for(lambda: working.exists() and working.read_bytes().count(b"\n") > 3, 60, lambda: "no row is written")

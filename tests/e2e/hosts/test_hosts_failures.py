@@ -22,7 +22,7 @@ def ranks_on(site: Site, host: str) -> list[str]:
 
 
 def test_a_killed_rank_of_another_host_is_named(two_hosts: Site, start_job: Start) -> None:
-    job = start_job(AWAY)
+    job = start_job(AWAY, is_forked=True)
     os.kill(job.ranks[2][1], signal.SIGKILL)
     status, errors, _ = job.end()
     assert status == 128 + signal.SIGKILL
@@ -60,7 +60,7 @@ def test_a_killed_mpirun_takes_ranks_everywhere_along(two_hosts: Site, start_job
 
 def test_a_host_that_is_cut_off_is_named(two_hosts: Site, start_job: Start) -> None:
     launch = {"ssh_arguments": two_hosts.network.ssh_arguments, "heartbeat_seconds": HEARTBEAT_SECONDS}
-    job = start_job(AWAY, launch=launch)
+    job = start_job(AWAY, is_forked=True, launch=launch)
     south = two_hosts.network["south"]
     south.cut_off()
     try:

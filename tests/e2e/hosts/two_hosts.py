@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import output_rows
+from forked_commands import ForkedProcess
 from network import ROOT, Host, Network, wait_for
 from output_rows import without_drafting
 
@@ -96,8 +97,15 @@ class Site:
 
     def trtrun(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """Run the command on north to its end, forked, as its ranks are."""
-        variables = {"TMPDIR": str(self.private), **self.environment}
-        return self.network.trtrun(arguments, variables, PATIENCE)
+        return self.network.trtrun(arguments, self._variables, PATIENCE)
+
+    def start(self, *arguments: object) -> ForkedProcess:
+        """Start the same."""
+        return self.network.start(arguments, self._variables)
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {"TMPDIR": str(self.private), **self.environment}
 
     def remote_processes(self) -> dict[str, list[str]]:
         """Command lines of what runs on the hosts beside their own first processes, by host; hosts without are left
@@ -120,16 +128,23 @@ class RunningJob:
     """A job of several ranks on two hosts, in the middle of a very long text."""
 
     site: Site
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProcess
 
     @classmethod
-    def start(cls, site: Site, devices: dict[str, Any] = TWO_HOSTS, **sections: Any) -> RunningJob:
-        """Start it and wait for its first token."""
+    def start(
+        cls, site: Site, devices: dict[str, Any] = TWO_HOSTS, is_forked: bool = False, **sections: Any
+    ) -> RunningJob:
+        """Start it and wait for its first token. Programs of its own are for tests of what ends with what; of a forked
+        rank `ranks` has what stands for it, which ends it and ends with it."""
         file = site.config(devices, **{"kv_cache": {"max_tokens": 60000}, **sections})
         arguments = ("run", "--config", file, "--prompt", "x", "--max-tokens", 50000, "--ignore-eos")
-        process = subprocess.Popen(
-            site.words(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
+        process: subprocess.Popen[str] | ForkedProcess
+        if is_forked:
+            process = site.start(*arguments)
+        else:
+            process = subprocess.Popen(
+                site.words(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+            )
         job = cls(site, process)
         assert process.stdout is not None
         if not process.stdout.read(1):
@@ -165,6 +180,7 @@ class RunningJob:
         """Wait for the end of the job; returns the exit status, stderr, and how many seconds it took."""
         start = time.monotonic()
         _, errors = self.process.communicate(timeout=seconds)
+        assert self.process.returncode is not None
         return self.process.returncode, errors, time.monotonic() - start
 
     def stop(self) -> None:

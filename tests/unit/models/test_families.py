@@ -52,7 +52,7 @@ def test_drafted_texts_are_plain_ones(tmp_path: Path, family: str) -> None:
     target = write_family(tmp_path / "target", family, dtype=torch.bfloat16)
     draft = noisy_copy(tmp_path / "draft", target, 0.1)
     prompts = [prompt_of(length, seed=length) * 2 for length in (3, 17, 29)]
-    sampling = [SamplingParams(max_tokens=40), *[SamplingParams(max_tokens=40, temperature=0.8, seed=1)] * 2]
+    sampling = [SamplingParams(max_tokens=24), *[SamplingParams(max_tokens=24, temperature=0.8, seed=1)] * 2]
     with make_llm(target, speculation={"method": "none"}, dtype="bfloat16") as llm:
         alone = run_alone(llm, prompts, sampling)
     for method in ("none", "draft_target", "ngram"):
@@ -60,7 +60,10 @@ def test_drafted_texts_are_plain_ones(tmp_path: Path, family: str) -> None:
         with make_llm(
             target, **of_model, speculation={"method": method}, dtype="bfloat16", kv_cache={"max_tokens": 160}
         ) as llm:
-            assert tokens_of(llm.generate(prompts, sampling)) == alone, method
+            outputs = llm.generate(prompts, sampling)
+            assert tokens_of(outputs) == alone, method
+            preempted = sum(output.completions[0].statistics.num_preemptions for output in outputs)
+            assert preempted or family == "ministral3", "whose windows leave room"
             assert method != "draft_target" or llm.statistics()["num_accepted_draft_tokens"] > 3
 
 

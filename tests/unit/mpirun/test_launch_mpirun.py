@@ -313,12 +313,15 @@ def test_only_a_job_that_may_lose_ranks_is_started_to_go_on_without_them(name: s
 @pytest.mark.parametrize(
     ("name", "part", "variable", "arguments"),
     [
-        ("openmpi", "--mca btl ^tcp", "OMPI_MCA_btl", ["--mca", "btl", "self,sm,tcp"]),
+        ("openmpi", "--mca btl ^tcp,ofi", "OMPI_MCA_btl", ["--mca", "btl", "self,sm,tcp"]),
+        ("openmpi", "--mca mtl ^ofi", "OMPI_MCA_mtl", ["--mca", "mtl", "ofi"]),
         ("openmpi4", "--mca btl ^tcp", "OMPI_MCA_btl", ["--mca", "btl", "self,vader,tcp"]),
         ("mpich", "-genv UCX_TLS ^tcp", "UCX_TLS", ["-genv", "UCX_TLS", "all"]),
     ],
 )
-def test_ranks_that_share_memory_open_no_ports(name: str, part: str, variable: str, arguments: list[str]) -> None:
+def test_ranks_that_share_memory_open_no_ports_and_look_for_no_networks(
+    name: str, part: str, variable: str, arguments: list[str]
+) -> None:
     def text(shares_memory: bool, given: tuple[str, ...] = (), **environment: str) -> str:
         section = LaunchSection(mpirun_arguments=list(given))
         starting = Launch(TWO_HOSTS, section, environment, MPI[name], shares_memory=shares_memory)

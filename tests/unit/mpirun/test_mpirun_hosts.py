@@ -22,8 +22,8 @@ def test_two_names_of_one_host_are_two_hosts_to_ranks() -> None:
         draft = {"model": "asset:draft", "devices": {hosts[0]: ["cpu:1"]}}
         return Job(make_config({"target": target, "draft": draft}), ["run"]).command()
 
-    assert "^tcp" in words("localhost")
-    assert "^tcp" not in words("localhost", socket.gethostname())
+    assert "^tcp,ofi" in words("localhost")
+    assert "^tcp,ofi" not in words("localhost", socket.gethostname())
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_hosts_that_mpirun_is_told_beside_the_configuration_may_be_others(
 
     def shares_memory(found: Job) -> bool:
         found._supervise()
-        is_part = "^tcp" in found.command()
+        is_part = "^tcp,ofi" in found.command()
         assert told.pop() == is_part
         return is_part
 

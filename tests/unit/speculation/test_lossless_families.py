@@ -15,7 +15,7 @@ from family_drafts import METHODS, Method, models_of, write_drafter
 from mixed_rows import PROMPTS, mixed_sampling, whole_texts
 from pipelines import make_llm, noisy_copy, run_alone, tokens_of
 
-SAMPLING = mixed_sampling(30)
+SAMPLING = mixed_sampling(20)
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "scheduler": {"max_batch_size": 3, "max_num_tokens": 40},

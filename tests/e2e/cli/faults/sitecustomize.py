@@ -125,6 +125,7 @@ BREAKERS = {
     "trtrun.engine.runner": break_engine,
     "parallel.transports.mpi": break_mpi,
     "trtrun.weights.checkpoint": break_checkpoint,
+    "launch.jobs.check.inventory": break_checkpoint,  # has the name already, where it was imported before
     "torch": break_torch,
 }
 
