@@ -57,7 +57,7 @@ class Chaos(Trial):
         self, server: Server, questions: list[Question], num_clients: int, streams_all: bool, standby: bool
     ) -> None:
         super().__init__()
-        self._streams_all, self._standby, self._num_standing = streams_all, standby, 0
+        self._streams_all, self._standby = streams_all, standby
         self._server = server
         self._questions = cycle(questions)
         self._num_clients = num_clients
@@ -89,15 +89,15 @@ class Chaos(Trial):
             await asyncio.sleep(0.005)
 
     async def wait_standing(self) -> None:
-        """Wait until an engine stands by that did not before, where some do."""
+        """Wait until one engine stands by for each that has come up, where some do: a job that goes on without a draft
+        rank keeps the one that it has."""
         if self._standby:
-            self._num_standing += 1
-            wanted = self._num_standing
-            await wait_for(lambda: self._count_standing() >= wanted or None, PATIENCE, "an engine that stands by")
+            wanted = self._count_lines("is served at", "is up again after")
+            await wait_for(lambda: self._count_lines("stands by") >= wanted or None, PATIENCE, "one that stands by")
             print(f"an engine stands by ({wanted})", flush=True)
 
-    def _count_standing(self) -> int:
-        return sum("stands by" in line for line in self._server.lines)
+    def _count_lines(self, *words: str) -> int:
+        return sum(any(word in line for word in words) for line in self._server.lines)
 
     async def _ask_on(self, number: int) -> None:
         while not self._is_over:

@@ -195,6 +195,32 @@ def test_an_engine_says_that_it_has_heard() -> None:
         assert heard == [b"h"]
 
 
+def test_one_that_ends_with_the_engine_that_serves_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = SimpleNamespace(returncode=None)
+
+    async def wait() -> int:
+        return KILLED
+
+    async def start(*_: str, **__: Any) -> SimpleNamespace:
+        ended.returncode, ended.wait = KILLED, wait
+        return ended
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+
+    async def check() -> None:
+        standby = Standby(lambda: ["serve-engine"], {}, lambda line: None, 60.0, lambda: None)
+        await standby.prepare()
+        assert standby.take() is None
+        assert standby._watching is not None
+        await standby._watching
+        standby.forget()
+
+    run(check())
+    assert "no engine stands by any more" in caplog.text
+
+
 def test_an_engine_whose_front_is_gone_says_so() -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         name = handshake.make_name()
