@@ -49,8 +49,8 @@ def kinds_of_kernels(
         (role, section.dtype, section.quantization, rank, size, *configuration_bytes(section.model))
         for role, section, rank, size in parts
     ]
-    # How many blocks there are, which an engine that is started again is told, changes neither, but for how long rows
-    # may be: marks say for which they are.
+    # The number of blocks, which an engine that is started again is told, changes neither kernels nor memory, unless
+    # it bounds how long rows may be: so a mark says how long they were.
     kept = config.kv_cache.model_copy(update={"max_tokens": None, "free_memory_fraction": None})
     sections = (config.speculation, kept, config.scheduler)
     held = heads.weights if heads is not None else ()

@@ -226,8 +226,9 @@ class Session:
         self.groups = open_groups(self.world, self.topology, device, self._may_spin)
 
     def _take_own_inventory(self) -> RankInventory:
-        looks = {"is_thorough": self._is_thorough, "looks_at_device": self._looks_at_devices}
-        inventory = take_inventory(self._spec, self.rank, self.begin, **looks)
+        inventory = take_inventory(
+            self._spec, self.rank, self.begin, is_thorough=self._is_thorough, looks_at_device=self._looks_at_devices
+        )
         logger.info("%s", ", ".join(f"{name} {version}" for name, version in inventory.versions.items()))
         for problem in inventory.problems:
             logger.info("problem: %s", problem)

@@ -81,7 +81,8 @@ class Standby:
         return process
 
     def give_up(self) -> Process | None:
-        """Nobody's turn comes any more; returns what is to be ended, and forgotten then: it would complain."""
+        """Nobody's turn comes any more; returns what is to be ended. `forget` comes behind its end: an engine that
+        hears of it says so to the user."""
         process, self._process = self._process, None
         if self._watching is not None:
             self._watching.cancel()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 from scripts.bench.gpu_bench.models import SHAPES
 from scripts.bench.gpu_bench.placements import ONE
@@ -16,17 +15,17 @@ from scripts.bench.gpu_bench.workbench import Workbench
 
 TEXT_DRAFT_PAIRS = ("30b-a3b", "gpt-oss-120b")
 DRAFT_LEN, ACCEPTED = 4, 3.5
-_TEXTS = 3
 
 
 def play_text_drafts(bench: Workbench, pair: str) -> None:
     """What a verification takes in which all tokens choose experts, and what that gains."""
     corpus = bench.folder / f"corpus-{pair}.jsonl"
-    length = _write_corpus(corpus, SHAPES[bench.pair(pair).target].vocabulary)
-    rule = {"suffix_decoding_max_spec_factor": DRAFT_LEN, "suffix_decoding_min_token_prob": 0}
-    source = {"method": "suffix", "suffix_corpus": str(corpus), "suffix_corpus_max_tokens": length}
+    tokens = list(range(SHAPES[bench.pair(pair).target].vocabulary))
+    random.Random(1).shuffle(tokens)
+    corpus.write_text(json.dumps({"prompt_token_ids": tokens[:1], "token_ids": tokens[1:]}) + "\n", encoding="utf-8")
+    source = {"method": "suffix", "suffix_corpus": str(corpus), "suffix_corpus_max_tokens": len(tokens)}
     forced = {"draft_len": DRAFT_LEN, "forced_acceptance": ACCEPTED, "pacing": "fixed"}
-    config = bench.config(pair, ONE, drafts=False, **source, **rule, **forced)
+    config = bench.config(pair, ONE, drafts=False, **source, **forced)
     columns = ("rows", "tokens a round", "tokens/s", "plain tokens/s", "÷ plain", "round ms", "round ÷ plain step")
     table = bench.table(f"{pair}-shaped target, {DRAFT_LEN} tokens out of a corpus", *columns)
     for entry in bench.bench(config, bench.options.scale.rows)["results"]:
@@ -34,13 +33,3 @@ def play_text_drafts(bench: Workbench, pair: str) -> None:
         rates, times = ([case[name] for case in (drafted, plain)] for name in ("tokens_per_s", "round_wall_ms"))
         gained = (drafted["mean_acceptance_length"], *rates, rates[0] / rates[1])
         table.add(entry["rows"], *gained, times[0], times[0] / times[1])
-
-
-def _write_corpus(path: Path, vocabulary: int) -> int:
-    """Texts of all tokens in some order; returns how many tokens they have."""
-    draw, tokens = random.Random(1), list(range(vocabulary))
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(_TEXTS):
-            draw.shuffle(tokens)
-            file.write(json.dumps({"prompt_token_ids": tokens[:1], "token_ids": tokens[1:]}) + "\n")
-    return _TEXTS * vocabulary

@@ -88,7 +88,7 @@ def test_tiles_of_a_prompt_that_are_not_full(tokens: int, form: str | None) -> N
     from trtrun.kernels.triton.experts import TritonExperts, tile_rows
 
     assert tile_rows(2 * tokens, 3) == 128
-    gate_up, down, x, choice = made((3, 136, 72, 2), tokens)
+    gate_up, down, x, choice = made((3, 128, 64, 2), tokens)
     assert choice.experts.unique().tolist() == [0, 1]
     weights = ExpertWeights(*(weight if form is None else codes_of(form, weight) for weight in (gate_up, down)))
     if form is None:

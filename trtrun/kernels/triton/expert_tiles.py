@@ -25,7 +25,6 @@ _STEPS = 16
 """Whose counts a program adds up together."""
 
 FEW_ROWS = tl.constexpr(16)
-_NO_PAIR = tl.constexpr(-1)
 """Rows of the smallest tiles. Several that chose an expert are multiplied with the same features of it together, and
 these are read once. Larger tiles have all of their features together: so the rows are read once, and so is the expert,
 of which the next tile is, too."""
@@ -111,7 +110,7 @@ def _lay_out_kernel(
 def has_no_more(pairs, ROWS: tl.constexpr):
     """Whether a tile has pairs at its first ROWS places alone. Each expert's last tile has few, as often as not: what
     computes fewer places of it is done sooner."""
-    return tl.load(pairs + ROWS) == _NO_PAIR
+    return tl.load(pairs + ROWS) < 0
 
 
 @triton.jit

@@ -153,10 +153,10 @@ def _gate_up_kernel(
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
-    wait_for_all(EARLY)  # first: the next kernel looks at what is in `experts`
-    if ROWS > FEW_ROWS:
-        launch_next(EARLY)
     FEW: tl.constexpr = ROWS <= FEW_ROWS
+    wait_for_all(EARLY)  # first: the next kernel looks at what is in `experts`
+    if not FEW:
+        launch_next(EARLY)
     tile, part = tile_and_part(ROWS)
     expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
     if not FEW and has_no_more(own, ROWS // 4):
@@ -219,10 +219,10 @@ def _product_kernel(
     tile, part = tile_and_part(ROWS)
     if EARLY and LINES > 0:
         fetch_of_expert(weight, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES)
-    wait_for_all(EARLY)
-    if ROWS > FEW_ROWS:
-        launch_next(EARLY)
     FEW: tl.constexpr = ROWS <= FEW_ROWS
+    wait_for_all(EARLY)
+    if not FEW:
+        launch_next(EARLY)
     expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
     if not FEW and has_no_more(own, ROWS // 4):
         _multiply(

@@ -81,8 +81,8 @@ def _multiply(tensors, strides, pairs, expert, part, sizes, ROWS: tl.constexpr, 
                 x + (row * x_stride)[None, :] + number[:, None], mask=is_pair[None, :] & known[:, None], other=0.0
             )
         if ROUNDS == _BY_ROW:
-            # A group by itself, as matrix units round sums of E4M3. Said otherwise, by max_num_imprecise_acc of as
-            # many, the product of each instruction waits for the one before (C7514 of ptxas).
+            # Matrix units round sums of E4M3, so each group has a sum of its own. With max_num_imprecise_acc for that
+            # products would wait for each other (C7514 of ptxas).
             tl.static_assert(INPUTS == _GROUP)
             total += tl.dot(weights, values)
         elif ROUNDS == _PLAIN:
@@ -119,8 +119,8 @@ def _product_kernel(
     tile, part = tile_and_part(ROWS)
     if EARLY and LINES > 0:
         fetch_of_expert(codes, experts + tile, num_experts, part * FEATURES, features, inputs, FEATURES, LINES)
-    wait_for_all(EARLY)
     FEW: tl.constexpr = ROWS <= FEW_ROWS
+    wait_for_all(EARLY)
     if not FEW:
         launch_next(EARLY)
     expert, own = tl.load(experts + tile).to(tl.int64), pairs + tile * ROWS
