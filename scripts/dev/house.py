@@ -54,11 +54,11 @@ MOST: dict[str, float] = {
     "largest_room": 16,
     "long_parameter_lists": 13,
     "long_kernel_parameter_lists": 88,
-    "words": 46_700,
+    "words": 46_750,
     "config_way": 30,
     "request_way": 28,
     "files": 760,
-    "lines": 130_800,
+    "lines": 130_900,
     "import_share": 0.12,
 }
 LEAST: dict[str, float] = {"median_lines": 170}

@@ -192,7 +192,7 @@ class Job:
         decode, prefill = plan.decode_rows.tolist(), [chunk.row for chunk in plan.prefill]
         assert len(set(decode + prefill)) == len(decode + prefill) > 0, "a row is in decode_rows or in prefill, once"
         spent = sum(max(0, length) + 1 for length in plan.draft_lens.tolist()) + sum(c.length for c in plan.prefill)
-        assert spent <= self.limits.max_num_tokens
+        assert spent <= (self.limits.max_num_tokens if len(decode + prefill) == 1 else self.limits.shared_tokens)
         assert all(chunk.length > 0 for chunk in plan.prefill)
         for admission in plan.admissions:
             admitted = self.requests[admission.request_id]

@@ -115,8 +115,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.loading": (
         frozenset({"model_settings", "loading"}),
-        frozenset({"engine_loader", "stored_report"}),
-        frozenset({"weight_check", "engine_checksums", "tied_head"}),
+        frozenset({"engine_loader", "stored_report", "surplus_tensors"}),
+        frozenset({"weight_check", "engine_checksums"}),
         frozenset({"engine_shards", "dummy_weights"}),
         frozenset({"device_reading"}),
     ),

@@ -123,6 +123,8 @@ class LLMEngine:
         has_states = any(one is not None and one.layers_with_states for one in (model, draft_model))
         limits = replace(
             SchedulerLimits.of(config, context, draft_context, started.size.blocks),
+            max_num_tokens=spec.models.most_tokens,
+            max_shared_tokens=config.max_num_tokens,
             prompt_tile=tile_width(model, len(config.target.devices), config.target.devices[0]),
             drafts_in_parallel=spec.models.mask_token is not None,
             most_chunk=None if windows is None else windows.chunk,

@@ -47,6 +47,9 @@ from trtrun.configuration.process_sections import FilePath, LaunchSection, Line,
 from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, nearest, shorten, wrap_errors
 
+_USUAL_TOKENS = 2048
+"""Of a round: dense models are not read faster by more, and rows that decode wait for all of them."""
+
 
 class RuntimeConfig(Section):
     """Everything that one run needs to know, from one YAML file.
@@ -169,20 +172,25 @@ class RuntimeConfig(Section):
             raise ValueError(
                 "adapter_slots.max_loaded: missing: say how many adapters may be loaded (server.adapter_directory)"
             )
-        rows = self.scheduler.max_batch_size
-        width = 1 + self.draft_size(self.draft_len).nodes
-        if self.scheduler.max_num_tokens < rows * width:
-            if "max_num_tokens" not in self.scheduler.model_fields_set:
-                # Pydantic wants a validator of a whole model to return that model.
-                roomier = self.scheduler.model_copy(update={"max_num_tokens": rows * width})
-                object.__setattr__(self, "scheduler", roomier)
-                return self
+        rows, tokens, verified = self.scheduler.max_batch_size, self.scheduler.max_num_tokens, self._most_verified
+        if tokens is not None and tokens < verified:
             raise ValueError(
-                f"scheduler.max_num_tokens: {self.scheduler.max_num_tokens} is too small to verify {width} tokens of "
-                f"each of {rows} rows: set it to {rows * width} or more, or lower scheduler.max_batch_size"
+                f"scheduler.max_num_tokens: {tokens} is too small to verify {verified // rows} tokens of "
+                f"each of {rows} rows: set it to {verified} or more, or lower scheduler.max_batch_size"
                 f"{f' or speculation.{self.speculation.tree_key}' if self.max_paths > 1 else ''}"
             )
         return self
+
+    @property
+    def _most_verified(self) -> int:
+        """Tokens of a round in which those of all rows' drafts are verified."""
+        return self.scheduler.max_batch_size * (1 + self.draft_size(self.draft_len).nodes)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of one round; of a prompt that is read alone there may be more (`most_tokens`)."""
+        given = self.scheduler.max_num_tokens
+        return max(_USUAL_TOKENS, self._most_verified) if given is None else given
 
     @property
     def num_adapter_slots(self) -> int:

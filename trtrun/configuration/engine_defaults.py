@@ -79,8 +79,8 @@ def take_over(values: Mapping[str, Any], engines: Engines, where: str) -> dict[s
         filled[role] = section
     scheduler = {} if values.get("scheduler") is None else values["scheduler"]
     if isinstance(scheduler, dict):
-        # Without a number it is the target's context elsewhere, which may be beyond the limit.
-        given = {key: value for key, value in scheduler.items() if key != "max_seq_len" or value is not None}
+        # Without a number it is one elsewhere that may be beyond the limit, such as the target's context.
+        given = {key: value for key, value in scheduler.items() if key not in _SCHEDULER or value is not None}
         filled["scheduler"] = {**_defaults(engines), **given}
     return filled
 

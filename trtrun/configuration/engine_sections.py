@@ -229,7 +229,8 @@ class SchedulerSection(Section):
     Attributes:
         max_batch_size: rows that run at once.
         max_num_tokens: tokens of one round over all rows, prompts and verification together; longer prompts are
-            computed in chunks. Left out: more where the drafts of all rows need it.
+            computed in chunks. Left out: 2048, and more where the drafts of all rows need it; 8192 of a prompt that a
+            mixture reads alone on GPUs, as long as no row decodes and no shorter prompt waits.
         max_seq_len: tokens of one request, prompt and output. Left out: the target's context. Models with longrope take
             their long factors where it is beyond the context of their pretraining.
         plans_ahead: 1 sends the next plan before the results of the round before are back, so that a GPU has no gap
@@ -239,7 +240,7 @@ class SchedulerSection(Section):
     """
 
     max_batch_size: Annotated[int, Number, Field(ge=1, le=MOST_ROWS)] = 32
-    max_num_tokens: Annotated[int, Number, Field(ge=1, le=MOST_TOKENS)] = 2048
+    max_num_tokens: Annotated[int, Number, Field(ge=1, le=MOST_TOKENS)] | None = None
     max_seq_len: Annotated[int, Number, Field(ge=2, le=MOST_TOKENS)] | None = None
     plans_ahead: Annotated[int, Number, Field(ge=0, le=1)] | None = None
     max_waiting: Annotated[int, Number, Field(ge=1)] | None = None

@@ -32,7 +32,7 @@ from trtrun.linear.quantization.base import count_bytes
 from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.engine_loader import EngineLoader
 from trtrun.loading.engine_shards import EngineEmbeddingAndHead
-from trtrun.loading.tied_head import check_tied_head
+from trtrun.loading.surplus_tensors import check_tied_head, tell_of_unread
 from trtrun.loading.weight_check import (
     check_forms,
     check_held,
@@ -198,6 +198,8 @@ def _open_loader(
     total = check_weights(files, config, share, default)
     if isinstance(files, Checkpoint):
         check_tied_head(files, config)
+        if share.rank == 0:
+            tell_of_unread(path, files, config, default)
     return CheckpointLoader(files, share, device, dtype, quantization_of, total, progress)
 
 

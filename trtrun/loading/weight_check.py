@@ -60,7 +60,7 @@ def check_held(files: WeightFiles, weights: Sequence[tuple[HeldWeight, Quantizat
     """`check_weights` of some of a model's weights, and how they are held."""
     read = 0
     for weight, held in weights:
-        for part in weight.parts if files.is_dummy else _stored_tensors(weight, held):
+        for part in weight.parts if files.is_dummy else stored_tensors(weight, held):
             if part.is_optional and part.name not in files:
                 continue
             item_bytes = files.check(part.name, part.shape, part.dtypes, ones_vary=part.ones_vary)
@@ -68,8 +68,8 @@ def check_held(files: WeightFiles, weights: Sequence[tuple[HeldWeight, Quantizat
     return read
 
 
-def _stored_tensors(weight: HeldWeight, held: Quantization) -> Sequence[TensorSlice]:
-    """What a rank reads of a weight.
+def stored_tensors(weight: HeldWeight, held: Quantization) -> Sequence[TensorSlice]:
+    """What a rank reads of a weight that is held so.
 
     Raises:
         CheckpointError: it cannot be cut so; experts could lie whole on ranks.
@@ -126,7 +126,7 @@ def check_forms(
 ) -> list[tuple[HeldWeight, Quantization]]:
     """`check_split` of some weights, and how they are held; returns them."""
     for weight, held in weights:
-        _stored_tensors(weight, held)
+        stored_tensors(weight, held)
         if weight.use == "expert" and device_type != "cpu" and not held.fits_experts:
             raise ConfigError(
                 "experts are not held so on these GPUs, whose matrix units do not multiply E4M3 (those of compute "

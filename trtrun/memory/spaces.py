@@ -55,7 +55,7 @@ def window_rule(config: RuntimeConfig, models: JobModels) -> WindowRule | None:
         fed_again = most_unfed(config.draft_len, drafts_in_parallel=in_parallel) - 1
     stored = config.kv_cache.max_tokens
     longest = models.context if stored is None else min(models.context, stored)
-    most = config.scheduler.max_num_tokens
+    most = models.most_tokens
     least = min(max(_LEAST_CHUNK, window), most)
     chunk = min(max(least, longest // _CHUNK_SHARE), most)
 

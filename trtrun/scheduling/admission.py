@@ -113,10 +113,20 @@ class Admission:
             self._admit(plan, plan.budget - kept, running.num_unread, speculating)
             if running is oldest:
                 kept = 0
-            most = self._batch.most_readable(running, plan.budget - kept)
+            most = self._batch.most_readable(running, self._room(plan, running, kept))
             if plan.may_read(running) and (plan.takes_prompts(most) or (running is oldest and most > 0)):
                 plan.prefill(running, most)
         self._admit(plan, plan.budget, None, speculating)
+
+    def _room(self, plan: PlanBuilder, running: Completion, kept: int) -> int:
+        """Tokens of a prompt that there is room for where `kept` are others': more where the round is for it alone. It
+        is read the sooner, the more is read at once; but rows that decode would wait for it, and shorter prompts, too.
+        """
+        if kept or not plan.is_empty or plan.most_alone <= plan.budget:
+            return plan.budget - kept
+        waiting = islice(self._waiting.in_turn(), _MOST_LOOKED_AT)
+        is_first = all(len(other.token_ids) >= running.num_unread for other in waiting)
+        return plan.most_alone if is_first else plan.budget
 
     def _admit(self, plan: PlanBuilder, budget: int, below: int | None, speculating: bool) -> None:
         """Admit completions in turn, and read what fits into `budget` tokens of their prompts; with `below` only those
@@ -129,7 +139,7 @@ class Admission:
             if admitted.statistics.admitted is None:
                 admitted.statistics.admitted = time.perf_counter()
             plan.admit(admitted)
-            plan.prefill(admitted, plan.budget - end)
+            plan.prefill(admitted, self._room(plan, admitted, end))
 
     def _admit_one(self, plan: PlanBuilder, below: int | None, speculating: bool) -> Completion | None:
         """Give a row to the first in turn that may have one now, and return it."""

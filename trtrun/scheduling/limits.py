@@ -56,6 +56,7 @@ class SchedulerLimits:
         windows: what layers with windows need of a row; None where they keep all.
         num_places: of the store of these layers, the null place among them.
         num_snapshots: of rows' states, the null snapshot among them; 0 where there are none.
+        max_shared_tokens: tokens of a round that is not for one prompt alone; None for max_num_tokens.
     """
 
     max_batch_size: int
@@ -80,6 +81,7 @@ class SchedulerLimits:
     windows: WindowRule | None = None
     num_places: int = 0
     num_snapshots: int = 0
+    max_shared_tokens: int | None = None
 
     @classmethod
     def of(cls, config: RuntimeConfig, context: int, draft_context: int | None, num_blocks: int) -> SchedulerLimits:
@@ -87,7 +89,7 @@ class SchedulerLimits:
         KV stores of `num_blocks` blocks; without what else follows from the models."""
         return cls(
             max_batch_size=config.scheduler.max_batch_size,
-            max_num_tokens=config.scheduler.max_num_tokens,
+            max_num_tokens=config.max_num_tokens,
             max_seq_len=context,
             draft_max_seq_len=min(context, draft_context) if draft_context is not None else None,
             draft_len=config.draft_len,
@@ -107,6 +109,7 @@ class SchedulerLimits:
         rules = (
             ("max_batch_size", self.max_batch_size >= 1, "at least 1"),
             ("max_num_tokens", self.max_num_tokens >= 1, "at least 1"),
+            ("max_shared_tokens", 1 <= self.shared_tokens <= self.max_num_tokens, "1 to max_num_tokens"),
             ("max_seq_len", self.max_seq_len >= 2, "at least 2, one prompt token and one output token"),
             ("draft_max_seq_len", self.draft_max_seq_len is None or self.draft_max_seq_len >= 1, "at least 1"),
             ("draft_len", self.draft_len >= 0, "at least 0"),
@@ -125,6 +128,11 @@ class SchedulerLimits:
         for name, holds, rule in rules:
             if not holds:
                 raise ConfigError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of a round with rows that decode, or with several prompts."""
+        return self.max_num_tokens if self.max_shared_tokens is None else self.max_shared_tokens
 
     def num_verified(self, draft_len: int) -> int:
         """Tokens of a round that a row takes whose draft has `draft_len`, one behind the other: these and its newest,

@@ -49,7 +49,8 @@ class PlanBuilder:
     and a few more rows would have all weights read once more.
 
     Attributes:
-        budget: tokens that still fit into the round; a last tile may take a little more.
+        budget: tokens that still fit into the round; a last tile may take a little more, and a prompt alone.
+        most_alone: tokens of a prompt that is read alone, which may be more.
         oldest: of the prompts that are being read; where its logits are reported, no other's are in the round.
     """
 
@@ -60,13 +61,15 @@ class PlanBuilder:
         most_chunk: int | None = None,
         most_reported: int | None = None,
         block_size: int = 1,
+        most_alone: int | None = None,
     ) -> None:
-        """Plan up to `budget` tokens; see `SchedulerLimits` for the others."""
+        """Plan up to `budget` tokens, or `most_alone` of one prompt; see `SchedulerLimits` for the others."""
         self.budget = budget
+        self.most_alone = most_alone or budget
         self.oldest: Completion | None = None
         self._tile = prompt_tile or 1
-        self._most_chunk = most_chunk or budget
-        self._most_reported = max(most_reported or budget, self._tile)
+        self._most_chunk = most_chunk or self.most_alone
+        self._most_reported = max(most_reported or self.most_alone, self._tile)
         self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
@@ -88,7 +91,12 @@ class PlanBuilder:
     def of(cls, limits: SchedulerLimits) -> PlanBuilder:
         """Plan a round within limits."""
         return cls(
-            limits.max_num_tokens, limits.prompt_tile, limits.most_chunk, limits.most_reported, limits.block_size
+            limits.shared_tokens,
+            limits.prompt_tile,
+            limits.most_chunk,
+            limits.most_reported,
+            limits.block_size,
+            limits.max_num_tokens,
         )
 
     @property

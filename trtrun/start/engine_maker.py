@@ -65,12 +65,12 @@ def count_graphs(config: RuntimeConfig, models: JobModels, role: str, prompt_wid
     size = config.kv_cache.block_size
     _, max_blocks = row_columns(models.context, size, config.speculation.draft_len)
     rows = config.scheduler.max_batch_size
-    limits = StartLimits(config.scheduler.max_num_tokens, rows, models.context)
+    limits = StartLimits(models.most_tokens, rows, models.context)
     shape = round_shape(config, models)
     if role == "target":
         verified = shape.verified_tokens
         has_trees = path_space(config, 0).most_paths > 1
-        mixes = None if has_trees else config.scheduler.max_num_tokens
+        mixes = None if has_trees else models.most_tokens
         shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width, max_mixed_tokens=mixes)
         graphs = count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
         method = METHODS[config.speculation.method]
@@ -170,7 +170,7 @@ class EngineMaker:
             warm_up(
                 engine,
                 lens,
-                limits.max_num_tokens,
+                self.spec.models.most_tokens,
                 limits.max_batch_size,
                 verifies=verifies,
                 num_ranked=ranked,
@@ -227,7 +227,7 @@ class EngineMaker:
         if self.device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside
             # the weights. The rest of a store, which may be half of the memory, costs nothing until it is used.
-            store.commit(min(num_blocks, blocks_of_tokens(config.scheduler.max_num_tokens, config.kv_cache.block_size)))
+            store.commit(min(num_blocks, blocks_of_tokens(config.max_num_tokens, config.kv_cache.block_size)))
         rows = RowState(
             config.scheduler.max_batch_size,
             self.spec.models.context,
@@ -251,7 +251,7 @@ class EngineMaker:
             shape.verified_tokens,
             target_taps(config, model.config, self.heads),
             paths if paths.most_paths > 1 else None,
-            max_tokens=config.scheduler.max_num_tokens,
+            max_tokens=self.spec.models.most_tokens,
             most_graphs=most_graphs,
         )
         return Engine(model, store, rows, asked)

@@ -155,7 +155,7 @@ def describe_setting(config: RuntimeConfig) -> str:
     sections = [section for section in (config.target, config.draft, config.heads) if section is not None]
     models = [section.model_dump(mode="json", exclude={"model", "load_format"}) for section in sections]
     scheduler = config.scheduler
-    limits = (scheduler.max_batch_size, scheduler.max_num_tokens, config.plans_ahead, config.draft_len)
+    limits = (scheduler.max_batch_size, config.max_num_tokens, config.plans_ahead, config.draft_len)
     return _digest([models, config.threads, config.kv_cache.dtype, config.cuda_graphs, limits])
 
 

@@ -205,7 +205,7 @@ class WorkerFactory:
             self.engines["draft"].rows.beside(self.spec.target.vocab_size),
             self.spec.target.vocab_size,
             num_blocks=self.num_blocks,
-            most_tokens=config.scheduler.max_num_tokens,
+            most_tokens=self.spec.models.most_tokens,
             reuses_blocks=config.kv_cache.enable_block_reuse,
             by_text=config.draft.vocabulary == "text",
             is_apart=config.drafts_apart,
@@ -292,7 +292,7 @@ class WorkerFactory:
             peer=topology.worker_ranks.index(other),
             shape=kind.shape,
             dtype=kind.dtype,
-            most_bytes=kind.bytes_under_way(self.config),
+            most_bytes=kind.bytes_under_way,
         )
 
     def _make_link(self) -> DeviceExchange:

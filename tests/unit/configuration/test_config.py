@@ -132,8 +132,8 @@ def test_refusals_name_the_key_and_the_remedy(folder: Path, override: str, said:
 def test_drafts_of_all_rows_have_room_where_no_limit_is_set(folder: Path) -> None:
     """As the README's lookahead of [7, 7, 7] needs more than the default; a limit that is set stays."""
     tree = ("speculation.method=lookahead", "speculation.lookahead_config=[7, 7, 7]")
-    assert load_config(write(folder, PAIR), tree).scheduler.max_num_tokens == 32 * 84
-    assert load_config(write(folder, PAIR), [*tree, "scheduler.max_batch_size=2"]).scheduler.max_num_tokens == 2048
+    assert load_config(write(folder, PAIR), tree).max_num_tokens == 32 * 84
+    assert load_config(write(folder, PAIR), [*tree, "scheduler.max_batch_size=2"]).max_num_tokens == 2048
     assert "is too small to verify 84 tokens" in refusal(folder, PAIR, *tree, "scheduler.max_num_tokens=2048")
 
 

@@ -33,7 +33,7 @@ from norms import difference
 
 from trtrun.errors import CheckpointError
 from trtrun.kernels.cuda import delta_net as cuda_delta_net
-from trtrun.kernels.cuda.delta_net import CudaRecurrence, Tokens, definitions, form_for, kernel_source
+from trtrun.kernels.cuda.delta_net import CudaRecurrence, Tokens, definitions, forms_for, kernel_source
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kvcache.row_states import LayerStates, SegmentStates
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
@@ -157,12 +157,15 @@ def test_rows_go_on_from_snapshots(saved_at: int) -> None:
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(48, 128), (128, 20)])
 def test_heads_that_the_kernel_does_not_take_are_refused(key_dim: int, value_dim: int) -> None:
     with pytest.raises(CheckpointError, match=f"keys of {key_dim} .*{value_dim}: on GPUs .*; use CPU slots"):
-        form_for(make_weights((1, 1, key_dim, value_dim), DTYPE, DEVICE))
+        forms_for(make_weights((1, 1, key_dim, value_dim), DTYPE, DEVICE))
 
 
-def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its source names them, for so many blocks as there are columns."""
-    weights, launched = make_weights((2, 4, 128, 128), DTYPE, DEVICE), list[tuple[int, ...]]()
+@pytest.mark.parametrize("tile", [2, 64])
+def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+    """As its source names them, for so many blocks as there are columns, in the form that is for rows of two tokens, or
+    for tiles of prompts of as many."""
+    weights = make_weights((2, 4, 128, 128), DTYPE, DEVICE)._replace(tile=tile)
+    launched, of_prompts = list[tuple[int, ...]](), tile == 2
     (parameters,) = re.findall(r"carry_on\(([^)]*)\)", kernel_source())
     names = [parameter.split()[-1].lstrip("*") for parameter in parameters.split(",")]
 
@@ -170,7 +173,7 @@ def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch)
         pointers = (ctypes.c_void_p * len(names)).from_address(arguments)
         launched.append((kernel, blocks, threads, *(ctypes.c_int64.from_address(one).value for one in pointers)))
 
-    monkeypatch.setattr(cuda_delta_net, "_compile", lambda words, device: (None, 7))
+    monkeypatch.setattr(cuda_delta_net, "_compile", lambda words, device: (None, 7 + ("-DPROMPTS=1" in words)))
     monkeypatch.setattr(cuda_delta_net, "begins_early", lambda device: True)
     monkeypatch.setattr(cuda_delta_net, "launch_early", launch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -193,18 +196,20 @@ def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch)
     }
     sizes = {"rows": 1, "tokens": 7, "queries": 2, "start": 0}
     assert names == [*expected, *sizes]
-    form = form_for(weights)
+    form = forms_for(weights)[of_prompts]
     places = [tensor.data_ptr() for tensor in expected.values()]
-    assert launched == [(7, 4 * 128 // form.width, form.threads, *places, *sizes.values())]
+    assert launched == [(7 + of_prompts, 4 * 128 // form.width, form.threads, *places, *sizes.values())]
 
 
 @needs_gpu  # CuPy and NVRTC are installed where there is one
 @pytest.mark.parametrize("state", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_prompts", [False, True])
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_the_kernel_compiles(architecture: int, state: torch.dtype) -> None:
+def test_the_kernel_compiles(architecture: int, of_prompts: bool, state: torch.dtype) -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     weights = make_weights((2, 4, 128, 128), DTYPE, DEVICE)
-    words = [f"-D{name}={value}" for name, value in definitions(weights, form_for(weights), state).items()]
+    numbers = definitions(weights, forms_for(weights)[of_prompts], state, of_prompts=of_prompts)
+    words = [f"-D{name}={value}" for name, value in numbers.items()]
     program = nvrtc.createProgram(kernel_source(), "delta_net.cu", (), ())
     nvrtc.compileProgram(program, ["-std=c++17", f"-arch=compute_{architecture}", *words])
     code = nvrtc.getPTX(program).decode()

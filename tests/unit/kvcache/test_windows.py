@@ -176,7 +176,7 @@ def test_rows_of_32_000_tokens_hold_the_window_a_chunk_and_a_draft(tmp_path: Pat
     assert rule.blocks_per_row * 16 <= most and rule.blocks_beside * 16 <= most - 1024
     num_places = rule.blocks_per_row + 3 * rule.blocks_beside
     limits = SchedulerLimits(
-        *(4, config.scheduler.max_num_tokens, 32768, None, 8, 16, 9000),
+        *(4, config.max_num_tokens, 32768, None, 8, 16, 9000),
         plans_ahead=0, most_chunk=rule.chunk, windows=rule, num_places=1 + num_places,
     )  # fmt: skip
     scheduler, held = Scheduler(limits), []

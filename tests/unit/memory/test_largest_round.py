@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_draft
+from family_checkpoints import write_family
 from pipelines import configuration
 
 from parallel.groups import open_groups
@@ -45,6 +46,24 @@ def start(config: RuntimeConfig) -> RankStartup:
     loaded = RankStartup(JobSpec(config), 0, open_groups(None, topology, torch.device("cpu")))
     loaded.load(lambda done, total: None)
     return loaded
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "given", "expected"),
+    [
+        ("qwen3_moe", "cuda:0", None, 8192),
+        ("qwen3_moe", "cuda:0", 512, 512),
+        ("qwen3_moe", "cpu:0", None, 2048),
+        ("olmo2", "cuda:0", None, 2048),
+    ],
+)
+def test_mixtures_on_gpus_may_read_more_of_a_prompt_at_once(
+    tmp_path: Path, family: str, device: str, given: int | None, expected: int
+) -> None:
+    sections = {"scheduler": {"max_num_tokens": given}, "speculation": {"method": "none"}}
+    config = configuration(write_family(tmp_path, family), None, devices=((), (device,)), **sections)
+    shape = round_shape(config, JobSpec(config).models)
+    assert (shape.max_tokens, config.max_num_tokens) == (expected, min(expected, 2048))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ PROFILE = settings(max_examples=150, deadline=None, derandomize=True, database=N
 
 @st.composite
 def limits(draw: st.DrawFn, plans_ahead: int | None = None) -> SchedulerLimits:
+    most = draw(st.sampled_from([1, 2, 3, 7, 16, 64]))
     return SchedulerLimits(
         max_batch_size=draw(st.integers(1, 5)),
-        max_num_tokens=draw(st.sampled_from([1, 2, 3, 7, 16, 64])),
+        max_num_tokens=most,
+        max_shared_tokens=draw(st.one_of(st.none(), st.integers(1, most))),
         max_seq_len=draw(st.integers(8, 48)),
         draft_max_seq_len=draw(st.one_of(st.none(), st.integers(1, 48))),
         draft_len=draw(st.integers(0, 6)),

@@ -100,3 +100,44 @@ def test_a_long_prompt_is_read_on_beside_short_ones_that_keep_coming() -> None:
             return
         scheduler.add(make_request(number, [number] * 10, 1))
     raise AssertionError(f"{read} of 1000 tokens after 100 rounds")
+
+
+def read_beside(*others: int, decodes: bool = False) -> list[int]:
+    """Tokens that the first rounds read of a prompt of 1,000, beside prompts of so many that wait with it, and a row
+    that decodes; of 64 a round, or of 640 where it is alone."""
+    limits = SchedulerLimits(8, 640, 8000, None, 0, 16, 4000, prompt_tile=TILE, max_shared_tokens=64)
+    scheduler, found = Scheduler(limits), list[int]()
+    if decodes:
+        scheduler.add(make_request(0, [7] * 10, 3))
+        commit_next(scheduler)
+    for number, length in enumerate((1000, *others), 1):
+        scheduler.add(make_request(number, [number] * length, 1))
+    while scheduler.has_work:
+        plan = commit_next(scheduler)
+        found.append(sum(chunk.length for chunk in plan.prefill))
+    return found
+
+
+def commit_next(scheduler: Scheduler) -> RoundPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, [1] * len(plan.sampled_rows), [[5]] * len(plan.sampled_rows))
+    return plan
+
+
+def test_more_of_a_prompt_is_read_at_once_where_nobody_waits() -> None:
+    assert read_beside() == [640, 360]
+    assert read_beside(decodes=True) == [TILE, TILE, 640, 1000 - 640 - 2 * TILE]
+    assert read_beside(1000) == [640, 360, 640, 360]
+    assert read_beside(10) == [64, 10 + TILE, 640, 1000 - 640 - 64 - TILE]
+
+
+def test_a_prompt_is_read_on_beside_a_shorter_one_that_came_later() -> None:
+    """Which has not the whole round, though nobody waits any more."""
+    scheduler = Scheduler(SchedulerLimits(8, 640, 8000, None, 0, 16, 4000, prompt_tile=TILE, max_shared_tokens=64))
+    scheduler.add(make_request(0, [1] * 3000, 1))
+    assert [chunk.length for chunk in commit_next(scheduler).prefill] == [640]
+    scheduler.add(make_request(1, [2] * 500, 1))
+    assert all([chunk.length for chunk in commit_next(scheduler).prefill] == [TILE, TILE] for _ in range(500 // TILE))
+    assert [chunk.length for chunk in commit_next(scheduler).prefill] == [500 % TILE, TILE]
+    assert [chunk.length for chunk in commit_next(scheduler).prefill] == [640]

@@ -8,7 +8,8 @@
 // behind the other, [VALUE_DIM, KEY_DIM].
 //
 // Given at compilation: KEYS, VALUES (heads), KEY_DIM, VALUE_DIM, SPLIT, COLUMNS (of a group of SPLIT threads), TOKENS
-// (that are asked for together), THREADS (of a block), and KIND and STATE, of activations and of states in memory (0:
+// (that are asked for together), THREADS (of a block), PROMPTS (whether rows mostly have many tokens), and KIND and STATE,
+// of activations and of states in memory (0:
 // bfloat16, 1: float16, 2: float32). A narrow state is rounded behind each token, in registers, too.
 
 typedef unsigned short u16;
@@ -92,15 +93,19 @@ __device__ __forceinline__ void wait_for_all() {
 #endif
 }
 
-template <int BYTES>
-__device__ __forceinline__ void copy(void *shared, const void *global) {
+__device__ __forceinline__ u32 address_of(const void *shared) {
     u64 place;
     asm("cvta.to.shared.u64 %0, %1;" : "=l"(place) : "l"(shared));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((u32)place), "l"(global), "n"(BYTES) : "memory");
+    return (u32)place;
+}
+
+template <int BYTES>
+__device__ __forceinline__ void copy(u32 shared, const void *global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES) : "memory");
 }
 
 static const int VECTORS = KEY_DIM / 4, HELD = VECTORS / SPLIT, GROUPS = THREADS / SPLIT, WIDTH = GROUPS * COLUMNS;
-static const int PIECES = WIDTH * (int)sizeof(Number) / 16;
+static const int LINE = 2 * VECTORS, PIECES = WIDTH * (int)sizeof(Number) / 16;
 
 struct Sum {
     float4 parts;
@@ -120,11 +125,61 @@ __device__ __forceinline__ float over_threads(float sum) {
     return sum;
 }
 
+// Of SPLIT sums that SPLIT threads have a part of each, the whole one of the thread's own number, in over_threads' order.
+__device__ __forceinline__ float own_sum(float (&parts)[SPLIT], int part) {
+#pragma unroll
+    for (int distance = 1, left = SPLIT / 2; distance < SPLIT; distance *= 2, left /= 2) {
+        const bool is_odd = part & distance;
+#pragma unroll
+        for (int index = 0; index < left; index++) {
+            const float given = is_odd ? parts[2 * index] : parts[2 * index + 1];
+            const float kept = is_odd ? parts[2 * index + 1] : parts[2 * index];
+            parts[index] = kept + __shfl_xor_sync(0xffffffffu, given, distance);
+        }
+    }
+    return parts[0];
+}
+
+// A token goes through the state: of its `keys` and of the `query` of the one before, this thread's numbers. `told` is
+// this thread's part of what that one reads.
+__device__ __forceinline__ void pass(float4 (&state)[COLUMNS][HELD], const float4 (&keys)[HELD], const float4 (&query)[HELD],
+                                     const Number *values, float2 rate, float (&told)[COLUMNS]) {
+    float known[COLUMNS];
+#pragma unroll
+    for (int column = 0; column < COLUMNS; column++) {
+        Sum of_key;
+#pragma unroll
+        for (int held = 0; held < HELD; held++) of_key.add(keys[held], state[column][held]);
+        known[column] = of_key.total();
+    }
+#pragma unroll
+    for (int column = 0; column < COLUMNS; column++) {
+        Sum of_query;
+#pragma unroll
+        for (int held = 0; held < HELD; held++) of_query.add(query[held], state[column][held]);
+        told[column] = of_query.total();
+    }
+#pragma unroll
+    for (int column = 0; column < COLUMNS; column++) {
+        const float change = fmaf(-rate.x, over_threads(known[column]), widen(values[column * GROUPS])) * rate.y;
+#pragma unroll
+        for (int held = 0; held < HELD; held++) {
+            float4 &here = state[column][held];
+            here.x = fmaf(keys[held].x, change, rate.x * here.x);
+            here.y = fmaf(keys[held].y, change, rate.x * here.y);
+            here.z = fmaf(keys[held].z, change, rate.x * here.z);
+            here.w = fmaf(keys[held].w, change, rate.x * here.w);
+            here = widen_state(narrow_state(here));
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     carry_on(const float4 *query_key, const Number *value, const float2 *factors, Stored *matrices, Stored *snapshots,
              const long long *key_of_value, Number *read, const long long *numbers, long long rows, long long tokens,
              long long queries, long long start) {
-    __shared__ __align__(16) float4 keys[2][TOKENS][VECTORS], asked[2][TOKENS][VECTORS];
+    // Of each token its keys, then its queries.
+    __shared__ __align__(16) float4 lines[2][TOKENS][LINE];
     __shared__ __align__(16) Number values[2][TOKENS][WIDTH];
     __shared__ __align__(16) float2 rates[2][TOKENS];
     launch_next();
@@ -143,35 +198,50 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long snapshot =
         ((line(6) * VALUES + head) * VALUE_DIM + first_column + group) * VECTORS + part;
     const long long of_row = row * tokens;
-    const float4 *key = query_key + (of_row * 2 * KEYS + KEYS + key_of_value[head]) * VECTORS;
-    const Number *brought = value + (of_row * VALUES + head) * VALUE_DIM + first_column;
-    const float2 *given = factors + of_row * VALUES + head;
+    // Where a thread's first vectors of a token's keys and queries lie, and the first piece of its values.
+    const int piece = thread % PIECES;
+    auto line_at = [&](int token, int vector) {
+        const long long unit = key_of_value[head] + (vector < VECTORS ? KEYS : 0);
+        return query_key + ((of_row + token) * 2 * KEYS + unit) * VECTORS + vector % VECTORS;
+    };
+    const float4 *next_line = line_at(thread / LINE, thread % LINE);
+    const char *next_values =
+        (const char *)(value + ((of_row + thread / PIECES) * VALUES + head) * VALUE_DIM + first_column) + 16 * piece;
+    const float2 *next_rates = factors + (of_row + thread) * VALUES + head;
+    const u32 line_place = address_of(&lines[0][thread / LINE][thread % LINE]);
+    const u32 values_place = address_of(&values[0][thread / PIECES][0]) + 16 * piece, rates_place = address_of(&rates[0][thread]);
     Number *output = read + ((place + kept) * VALUES + head) * VALUE_DIM + first_column + group;
 
     auto fetch = [&](int from, int buffer) {
         const int there = min(TOKENS, count - from);
-        for (int index = thread; index < there * VECTORS; index += THREADS) {
-            const int token = index / VECTORS, vector = index % VECTORS;
-            const float4 *source = key + (long long)(from + token) * (2 * KEYS * VECTORS) + vector;
-            copy<16>(&keys[buffer][token][vector], source);
-            copy<16>(&asked[buffer][token][vector], source - KEYS * VECTORS);
+        if constexpr (THREADS % LINE == 0) {
+#pragma unroll
+            for (int token = 0; token < TOKENS; token += THREADS / LINE)
+                if (token + thread / LINE < there)
+                    copy<16>(line_place + (buffer * TOKENS + token) * (16 * LINE), next_line + token * (2 * KEYS * VECTORS));
+        } else {
+            for (int index = thread; index < there * LINE; index += THREADS)
+                copy<16>(address_of(&lines[buffer][index / LINE][index % LINE]), line_at(from + index / LINE, index % LINE));
         }
-        for (int index = thread; index < there * PIECES; index += THREADS) {
-            const int token = index / PIECES, piece = index % PIECES;
-            const Number *source = brought + (long long)(from + token) * (VALUES * VALUE_DIM);
-            copy<16>((char *)&values[buffer][token][0] + 16 * piece, (const char *)source + 16 * piece);
-        }
-        for (int token = thread; token < there; token += THREADS)
-            copy<8>(&rates[buffer][token], given + (long long)(from + token) * VALUES);
+#pragma unroll
+        for (int token = 0; token < TOKENS; token += THREADS / PIECES)
+            if (token + thread / PIECES < there)
+                copy<16>(values_place + (buffer * TOKENS + token) * (16 * PIECES),
+                         next_values + token * (VALUES * VALUE_DIM * (int)sizeof(Number)));
+        if (thread < there) copy<8>(rates_place + buffer * TOKENS * 8, next_rates);
+        next_line += TOKENS * (2 * KEYS * VECTORS);
+        next_values += TOKENS * (VALUES * VALUE_DIM * (int)sizeof(Number));
+        next_rates += TOKENS * VALUES;
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
 
     float4 state[COLUMNS][HELD], query[HELD];
+    if (leads)
 #pragma unroll
-    for (int column = 0; column < COLUMNS; column++)
+        for (int column = 0; column < COLUMNS; column++)
 #pragma unroll
-        for (int held = 0; held < HELD; held++)
-            state[column][held] = widen_state(__ldcg(matrices + matrix + column * GROUPS * VECTORS + held * SPLIT));
+            for (int held = 0; held < HELD; held++)
+                state[column][held] = widen_state(__ldcg(matrices + matrix + column * GROUPS * VECTORS + held * SPLIT));
     wait_for_all();
     fetch(0, 0);
     auto keep = [&](Stored *where) {
@@ -181,69 +251,68 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int held = 0; held < HELD; held++)
                 where[column * GROUPS * VECTORS + held * SPLIT] = narrow_state(state[column][held]);
     };
-    auto answer = [&](int token, const float *sums) {
-        if (part == 0 && token >= fed)
+    auto answer = [&](int token, int column, float sum) {
+        output[(long long)token * (VALUES * VALUE_DIM) + column * GROUPS] = narrow(sum);
+    };
+    auto load = [&](float4 (&numbers)[HELD], const float4 *from) {
 #pragma unroll
-            for (int column = 0; column < COLUMNS; column++)
-                output[(long long)token * (VALUES * VALUE_DIM) + column * GROUPS] = narrow(sums[column]);
+        for (int held = 0; held < HELD; held++) numbers[held] = from[held * SPLIT + part];
     };
     if (saved == 0) keep(snapshots + snapshot);
 #pragma unroll
     for (int held = 0; held < HELD; held++) query[held] = make_float4(0.f, 0.f, 0.f, 0.f);
 
     for (int from = 0, buffer = 0; from < count; from += TOKENS, buffer ^= 1) {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();  // these tokens are there, and nobody reads those before any more
         fetch(from + TOKENS, buffer ^ 1);
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-        __syncthreads();
+        auto is_in = [&](int position) { return position > from && position <= from + TOKENS; };
+        // Nothing is kept between these: what they read is added up together, a token's by each thread of a column. That
+        // takes more registers, which leave room for fewer blocks of rows with few tokens.
+        if (PROMPTS && TOKENS == SPLIT && count - from >= TOKENS && !is_in(settled) && !is_in(saved)) {
+            float told[COLUMNS][TOKENS];
+#pragma unroll
+            for (int token = 0; token < TOKENS; token++) {
+                float4 now[HELD];
+                float sums[COLUMNS];
+                load(now, lines[buffer][token]);
+                pass(state, now, query, &values[buffer][token][group], rates[buffer][token], sums);
+                load(query, lines[buffer][token] + VECTORS);
+#pragma unroll
+                for (int column = 0; column < COLUMNS; column++) told[column][token] = sums[column];
+            }
+#pragma unroll
+            for (int column = 0; column < COLUMNS; column++) {
+                const float sum = own_sum(told[column], part);
+                if (from + part > fed) answer(from + part - 1, column, sum);
+            }
+            continue;
+        }
         const int last = min(TOKENS, count - from);
         for (int token = 0; token < last; token++) {
             float4 now[HELD];
-            float known[COLUMNS], told[COLUMNS];
-#pragma unroll
-            for (int held = 0; held < HELD; held++) now[held] = keys[buffer][token][held * SPLIT + part];
-            const float2 rate = rates[buffer][token];
-#pragma unroll
-            for (int column = 0; column < COLUMNS; column++) {
-                Sum of_key, of_query;
-#pragma unroll
-                for (int held = 0; held < HELD; held++) {
-                    of_key.add(now[held], state[column][held]);
-                    of_query.add(query[held], state[column][held]);
-                }
-                known[column] = of_key.total(), told[column] = of_query.total();
-            }
+            float sums[COLUMNS];
+            load(now, lines[buffer][token]);
+            pass(state, now, query, &values[buffer][token][group], rates[buffer][token], sums);
+            load(query, lines[buffer][token] + VECTORS);
 #pragma unroll
             for (int column = 0; column < COLUMNS; column++) {
-                known[column] = over_threads(known[column]), told[column] = over_threads(told[column]);
-                const float change = (widen(values[buffer][token][group + column * GROUPS]) - rate.x * known[column]) * rate.y;
-#pragma unroll
-                for (int held = 0; held < HELD; held++) {
-                    float4 &here = state[column][held];
-                    here.x = fmaf(now[held].x, change, rate.x * here.x);
-                    here.y = fmaf(now[held].y, change, rate.x * here.y);
-                    here.z = fmaf(now[held].z, change, rate.x * here.z);
-                    here.w = fmaf(now[held].w, change, rate.x * here.w);
-                    here = widen_state(narrow_state(here));
-                }
+                const float sum = over_threads(sums[column]);
+                if (part == 0 && from + token > fed) answer(from + token - 1, column, sum);
             }
-            if (from + token > 0) answer(from + token - 1, told);
-#pragma unroll
-            for (int held = 0; held < HELD; held++) query[held] = asked[buffer][token][held * SPLIT + part];
             if (from + token + 1 == settled) keep(matrices + matrix);
             if (from + token + 1 == saved) keep(snapshots + snapshot);
         }
-        __syncthreads();
     }
     if (count > 0) {
-        float told[COLUMNS];
 #pragma unroll
         for (int column = 0; column < COLUMNS; column++) {
             Sum of_query;
 #pragma unroll
             for (int held = 0; held < HELD; held++) of_query.add(query[held], state[column][held]);
-            told[column] = over_threads(of_query.total());
+            const float sum = over_threads(of_query.total());
+            if (part == 0 && count > fed) answer(count - 1, column, sum);
         }
-        answer(count - 1, told);
     }
     // Padding stands in front of a row's tokens and behind them.
     const long long begins = start + row * queries, own_first = line(9);

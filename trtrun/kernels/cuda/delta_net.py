@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ from trtrun.kvcache.row_states import LayerStates, SegmentStates
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
-_SPLIT, _COLUMNS, _TOKENS, _THREADS = 8, 2, 8, 128
-"""Of `Form`, the threads at most: on an H200 the fastest of twelve."""
+_SPLIT, _TOKENS = 8, 8
+_OF_ROWS, _OF_PROMPTS = ((4, 64), (2, 64), (2, 32)), ((2, 256), (2, 128), (2, 64), (2, 32))
+"""Of `Form`, columns and threads, the fastest of six on an H200 first. Blocks of fewer threads leave the card room for
+the states of more rows; of a prompt, more threads share what it brings."""
 
 
 class Form(NamedTuple):
@@ -48,22 +51,32 @@ class Form(NamedTuple):
         return self.threads // self.split * self.columns
 
 
-def form_for(weights: DeltaNetWeights) -> Form:
+class Forms(NamedTuple):
+    """How it is for rows with few tokens, and for tiles of prompts. Bits are the same with either."""
+
+    rows: Form
+    prompts: Form
+
+
+def forms_for(weights: DeltaNetWeights) -> Forms:
     """How work is shared out for heads.
 
     Raises:
         CheckpointError: the kernel does not take such heads.
     """
-    threads = _THREADS
-    while threads > 32 and weights.value_dim % (threads // _SPLIT * _COLUMNS):
-        threads //= 2
-    form = Form(_SPLIT, _COLUMNS, _TOKENS, threads)
-    if weights.key_dim % (4 * _SPLIT) or weights.value_dim % form.width:
+    rows, prompts = (_first_that_fits(weights.value_dim, numbers) for numbers in (_OF_ROWS, _OF_PROMPTS))
+    if weights.key_dim % (4 * _SPLIT) or weights.value_dim % rows.width:
         raise CheckpointError(
             f"heads of gated delta nets with keys of {weights.key_dim} numbers and values of {weights.value_dim}: on "
-            f"GPUs these are multiples of {4 * _SPLIT} and {form.width}; use CPU slots"
+            f"GPUs these are multiples of {4 * _SPLIT} and {rows.width}; use CPU slots"
         )
-    return form
+    return Forms(rows, prompts)
+
+
+def _first_that_fits(value_dim: int, numbers: Sequence[tuple[int, int]]) -> Form:
+    """The first form of so many columns and threads that divides heads into whole blocks; the last where none does."""
+    forms = [Form(_SPLIT, columns, _TOKENS, threads) for columns, threads in numbers]
+    return next((form for form in forms if value_dim % form.width == 0), forms[-1])
 
 
 class Tokens(NamedTuple):
@@ -85,8 +98,11 @@ def kernel_source() -> str:
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
-def definitions(weights: DeltaNetWeights, form: Form, state: torch.dtype = torch.float32) -> dict[str, int]:
-    """What is given at compilation; `state` is the dtype of matrices in memory."""
+def definitions(
+    weights: DeltaNetWeights, form: Form, state: torch.dtype = torch.float32, *, of_prompts: bool = False
+) -> dict[str, int]:
+    """What is given at compilation; `state` is the dtype of matrices in memory, `of_prompts` whether rows have many
+    tokens."""
     return {
         "KEYS": weights.keys,
         "VALUES": weights.values,
@@ -96,6 +112,7 @@ def definitions(weights: DeltaNetWeights, form: Form, state: torch.dtype = torch
         "COLUMNS": form.columns,
         "TOKENS": form.tokens,
         "THREADS": form.threads,
+        "PROMPTS": int(of_prompts),
         "KIND": _KINDS[weights.norm.dtype],
         "STATE": _KINDS[state],
     }
@@ -106,23 +123,23 @@ class CudaRecurrence:
 
     Args:
         weights: of the rank's heads; activations have the dtype of its norm.
-        form: another one than usual.
+        forms: other ones than usual.
 
     Raises:
         CheckpointError: it does not take such heads.
         StartError: there is no CuPy, or it cannot compile.
     """
 
-    def __init__(self, weights: DeltaNetWeights, form: Form | None = None) -> None:
+    def __init__(self, weights: DeltaNetWeights, forms: Forms | None = None) -> None:
         self._weights, self._device = weights, weights.fading.device
-        self._form = form if form is not None else form_for(weights)
-        self._kernels = {torch.float32: self._kernel_of(torch.float32)}
+        self._forms = forms if forms is not None else forms_for(weights)
+        self._kernels = {torch.float32: self._kernels_of(torch.float32)}
         self._begins_early = begins_early(self._device)
 
-    def _kernel_of(self, state: torch.dtype) -> tuple[Any, int]:
-        """The module and the kernel for matrices that are kept in a dtype."""
-        words = definitions(self._weights, self._form, state).items()
-        return _compile(tuple(f"-D{name}={value}" for name, value in words), self._device)
+    def _kernels_of(self, state: torch.dtype) -> list[tuple[Any, int]]:
+        """Module and kernel of each form, for matrices that are kept in a dtype."""
+        found = (definitions(self._weights, it, state, of_prompts=at > 0) for at, it in enumerate(self._forms))
+        return [_compile(tuple(f"-D{name}={value}" for name, value in it.items()), self._device) for it in found]
 
     def __call__(self, brought: Tokens, states: LayerStates, segment_states: SegmentStates, read: torch.Tensor) -> None:
         """Carry the states of a segment's rows on, and fill in what its tokens read, [tokens, values * value_dim].
@@ -132,23 +149,24 @@ class CudaRecurrence:
         """
         segment, weights, state = segment_states.segment, self._weights, states.states[1].dtype
         if state not in self._kernels:
-            self._kernels[state] = self._kernel_of(state)
-        _, kernel = self._kernels[state]
+            self._kernels[state] = self._kernels_of(state)
+        are_prompts = segment.queries >= weights.tile
+        form, (_, kernel) = self._forms[are_prompts], self._kernels[state][are_prompts]
         tensors = (
             *brought, states.states[1], states.snapshots[1], weights.key_of_value, read, segment_states.numbers
         )  # fmt: skip
         numbers = (segment.rows, len(brought.value) // segment.rows, segment.queries, segment.start)
         values = (*(tensor.data_ptr() for tensor in tensors), *numbers)
-        blocks = segment.rows * weights.values * (weights.value_dim // self._form.width)
+        blocks = segment.rows * weights.values * (weights.value_dim // form.width)
         array = (ctypes.c_int64 * len(values))(*values)
         first = ctypes.addressof(array)
         places = (ctypes.c_void_p * len(values))(*range(first, first + 8 * len(values), 8))
         with torch.cuda.device(self._device):  # the driver wants its context to be the current one
             stream, arguments = torch.cuda.current_stream(self._device).cuda_stream, ctypes.addressof(places)
             if self._begins_early:
-                launch_early(kernel, blocks, self._form.threads, stream, arguments)
+                launch_early(kernel, blocks, form.threads, stream, arguments)
             else:
-                shape = (blocks, 1, 1, self._form.threads, 1, 1)
+                shape = (blocks, 1, 1, form.threads, 1, 1)
                 _driver().launchKernel(kernel, *shape, 0, stream, arguments, 0)
 
 

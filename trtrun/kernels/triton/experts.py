@@ -56,7 +56,7 @@ class Tile(NamedTuple):
 TILES = {
     16: (Tile(32, 256, 4, 3), Tile(64, 128, 4, 3)),
     64: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
-    128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+    128: (Tile(128, 64, 8, 4), Tile(128, 64, 8, 3)),
 }
 """By the rows of a tile, of gates and of the product behind them: for few rows an expert, which memory bounds, for
 more, and for prompts. Bits are the same with any."""

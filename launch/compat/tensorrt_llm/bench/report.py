@@ -121,7 +121,7 @@ def _world(run: Run) -> dict[str, Any]:
         "ep_size": len(config.target.devices) if config.target.expert_parallel else None,
         "world_size": len(run.spec.topology.slots),
         "max_batch_size": config.scheduler.max_batch_size,
-        "max_num_tokens": config.scheduler.max_num_tokens,
+        "max_num_tokens": config.max_num_tokens,
         "scheduling_policy": None,
         "kv_cache_percentage": config.kv_cache.free_memory_fraction,
         "issue_rate": len(started) / spread if spread else None,

@@ -187,7 +187,7 @@ def test_what_an_engine_says_takes_the_place_of_defaults(tmp_path: Path) -> None
     assert (config.scheduler.max_batch_size, config.scheduler.max_seq_len, config.draft_len) == (5, 100, 3)
     given = {"speculation": {"draft_len": 2}, "scheduler": {"max_batch_size": 2, "max_num_tokens": 64}}
     config = make_config(values | given)
-    assert (config.scheduler.max_batch_size, config.scheduler.max_num_tokens, config.draft_len) == (2, 64, 2)
+    assert (config.scheduler.max_batch_size, config.max_num_tokens, config.draft_len) == (2, 64, 2)
     rows = build_engine(source, tmp_path / "rows", max_batch_size=4000)
     config = make_config(
         {
@@ -196,10 +196,10 @@ def test_what_an_engine_says_takes_the_place_of_defaults(tmp_path: Path) -> None
             "speculation": {"draft_len": 1, "method": "none"},
         }
     )
-    assert config.scheduler.max_batch_size == config.scheduler.max_num_tokens == 4000
+    assert config.scheduler.max_batch_size == config.max_num_tokens == 4000
     tree = {"method": "lookahead", "lookahead_config": [7, 7, 7]}
     config = make_config({"target": {"model": str(rows), "devices": ["cpu:0"]}, "speculation": tree})
-    assert config.scheduler.max_num_tokens == 4000 * 84
+    assert config.max_num_tokens == 4000 * 84
 
 
 def test_a_plan_counts_the_bytes_of_each_shard(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Depth(NamedTuple):
     steps: int
 
 
-DEPTHS = {8: Depth(2, 4), 16: Depth(2, 3), 32: Depth(1, 3), 64: Depth(1, 4)}
+DEPTHS = {8: Depth(2, 4), 16: Depth(1, 3), 32: Depth(1, 3), 64: Depth(1, 4)}
 """By the rows of a tile. Shared memory of a multiprocessor has room for four programs of the first two, six of the next
 and two of the last. Bits are the same with any."""
 

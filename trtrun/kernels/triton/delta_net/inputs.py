@@ -133,12 +133,19 @@ def convolve_kernel(
         lives = position < end
         inside = lives[:, None] & (number < size)[None, :]
         mixed = tl.zeros((TOKENS, SIZE), tl.float32)
+        # All that the convolution sees is among the forward's tokens: so it is with most of a prompt.
+        are_fed = not REMEMBERS and from_token - (KERNEL - 1) >= first
         for tap in tl.static_range(KERNEL):
             at = (position - (KERNEL - 1) + tap)[:, None]
-            brought = _input_at(
-                made, ring, window, at, channel[None, :], inside, slot, kept, first, place, capacity, stride, channels,
-                KERNEL,
-            )  # fmt: skip
+            if are_fed:
+                brought = tl.load(made + (place + at) * stride + channel[None, :], mask=inside, other=0.0).to(
+                    tl.float32
+                )
+            else:
+                brought = _input_at(
+                    made, ring, window, at, channel[None, :], inside, slot, kept, first, place, capacity, stride,
+                    channels, KERNEL,
+                )  # fmt: skip
             weight = tl.load(weights + tap * channels + channel, mask=number < size, other=0.0)
             mixed += weight[None, :] * brought
         # As one by one: rounded behind the convolution, and behind what it goes through.
