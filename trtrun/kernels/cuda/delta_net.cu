@@ -254,9 +254,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     auto answer = [&](int token, int column, float sum) {
         output[(long long)token * (VALUES * VALUE_DIM) + column * GROUPS] = narrow(sum);
     };
-    auto load = [&](float4 (&numbers)[HELD], const float4 *from) {
+    auto load = [&](float4 (&own)[HELD], const float4 *from) {
 #pragma unroll
-        for (int held = 0; held < HELD; held++) numbers[held] = from[held * SPLIT + part];
+        for (int held = 0; held < HELD; held++) own[held] = from[held * SPLIT + part];
     };
     if (saved == 0) keep(snapshots + snapshot);
 #pragma unroll
