@@ -11,13 +11,14 @@ bytes under a tag and never looks inside. It knows ranks of the world, and no ro
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
 from parallel.mpi_rank import is_lost_peer
+from parallel.sends import Sends
 from parallel.waiting import Waiter, wait_until
 
 if TYPE_CHECKING:
@@ -92,21 +93,15 @@ class MpiMailbox(Mailbox):
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._status = MPI.Status()
         self._waiters: defaultdict[tuple[int, int], Waiter] = defaultdict(lambda: Waiter(may_spin))
-        self._sending: deque[tuple[MPI.Request, bytes]] = deque()
+        self._sends = Sends(comm)
 
     @override
     def post(self, rank: int, tag: int, payload: bytes) -> None:
-        try:
-            self._sending.append((self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
-        except self._mpi.Exception as error:
-            if not is_lost_peer(error):
-                raise
-        self._drop_sent()
+        self._sends.post(rank, tag, payload)
 
     @override
     def num_unsent_bytes(self) -> int:
-        self._drop_sent()
-        return sum(len(payload) for _, payload in self._sending)
+        return self._sends.num_unsent_bytes()
 
     @override
     def take(self, rank: int, tag: int) -> bytes | None:
@@ -151,8 +146,7 @@ class MpiMailbox(Mailbox):
         def is_over() -> bool:
             # A long message leaves its sender once somebody takes it: the last draft may be for a round that is over.
             waiting.difference_update([rank for rank in waiting if self._drop_from(rank)])
-            self._drop_sent()
-            return not self._sending and not waiting
+            return self._sends.are_over() and not waiting
 
         wait_until(is_over)
         if self._comm != self._mpi.COMM_NULL:
@@ -165,19 +159,6 @@ class MpiMailbox(Mailbox):
                 if self._status.Get_tag() == _END_TAG:
                     return True
             return False
-        except self._mpi.Exception as error:
-            if not is_lost_peer(error):
-                raise
-            return True
-
-    def _drop_sent(self) -> None:
-        while self._sending and self._is_over(self._sending[0][0]):
-            self._sending.popleft()
-
-    def _is_over(self, request: MPI.Request) -> bool:
-        """Whether a message is sent, or will never be."""
-        try:
-            return request.Test()
         except self._mpi.Exception as error:
             if not is_lost_peer(error):
                 raise

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from parallel import abort
 from parallel.errors import ControlPlaneError
 from parallel.mpi_rank import is_lost_peer
+from parallel.sends import Sends
 from parallel.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -76,23 +77,6 @@ class LocalMessages:
         raise SystemExit(1)
 
 
-class _Sending(NamedTuple):
-    """A message on its way. MPI reads the payload until the request is complete."""
-
-    rank: int
-    request: MPI.Request
-    payload: bytes
-
-    def is_over(self) -> bool:
-        """Whether it is sent, or will never be."""
-        try:
-            return self.request.Test()
-        except Exception as error:
-            if is_lost_peer(error):
-                return True
-            raise
-
-
 class MpiMessages:
     """Messages between ranks: non-blocking sends, and probes that sleep between tries."""
 
@@ -103,18 +87,12 @@ class MpiMessages:
         self._comm = comm
         # A rank that is gone is to be an error of the call that needs it, not the end of this process.
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._sending: deque[_Sending] = deque()
+        self._sends = Sends(comm)
         self._forgotten: frozenset[int] = frozenset()
-        self._given_up: list[_Sending] = []
 
     def send(self, rank: int, tag: int, payload: bytes) -> None:
         """Send without waiting. To a rank that is gone nothing is sent."""
-        try:
-            self._sending.append(_Sending(rank, self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
-        except self._mpi.Exception as error:
-            if not is_lost_peer(error):
-                raise
-        self._drop_sent()
+        self._sends.post(rank, tag, payload)
 
     def take(
         self,
@@ -150,7 +128,7 @@ class MpiMessages:
         wait(take_one if until is None else lambda: take_one() or until(), timeout)
         if not taken:
             return None
-        self._drop_sent()
+        self._sends.are_over()
         return taken[0]
 
     def _receive(self, rank: int, tag: int) -> Message | None:
@@ -175,18 +153,11 @@ class MpiMessages:
     def forget(self, ranks: frozenset[int]) -> None:
         """Take nothing from these ranks any more, and do not wait for what is on its way to them."""
         self._forgotten |= ranks
-        # MPI may still read from the buffers of what is not sent: they stay, and nobody asks for them again.
-        self._given_up += [sending for sending in self._sending if sending.rank in ranks]
-        self._sending = deque(sending for sending in self._sending if sending.rank not in ranks)
+        self._sends.forget(ranks)
 
     def flush(self, until: Callable[[], bool] | None = None) -> None:
         """Wait, asleep, until all messages are sent, or `until` returns true."""
-
-        def is_sent() -> bool:
-            self._drop_sent()
-            return not self._sending or (until is not None and until())
-
-        wait_until(is_sent)
+        wait_until(lambda: self._sends.are_over() or (until is not None and until()))
 
     def close(self) -> None:
         """Free the communicator. Collective."""
@@ -201,7 +172,3 @@ class MpiMessages:
     def abort(self) -> NoReturn:
         """End every rank."""
         abort.end_world()
-
-    def _drop_sent(self) -> None:
-        while self._sending and self._sending[0].is_over():
-            self._sending.popleft()

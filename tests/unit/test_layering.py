@@ -225,6 +225,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"groups", "link", "probe", "watchdog"}),
         frozenset({"transports", "control", "mailbox"}),
         frozenset({"messages"}),
+        frozenset({"sends"}),
         frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort"}),
         frozenset({"errors"}),
     ),

@@ -48,7 +48,7 @@ from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, nearest, shorten, wrap_errors
 
 _USUAL_TOKENS = 2048
-"""Of a round: dense models are not read faster by more, and rows that decode wait for all of them."""
+"""Of a round: dense models read prompts no faster by more, and rows that decode wait for all of them."""
 
 
 class RuntimeConfig(Section):
