@@ -2,7 +2,7 @@
 
 A message is only looked at until it is complete. MPI_Test would mark one to a rank that is gone as failed, and free it;
 and where that rank had taken it just before, Open MPI 5.0.10 and 5.0.11 find a failed message that is free, and end the
-job ("Send error after request freed", with status 7). It knows ranks and bytes, and no message.
+job ("Send error after request freed", with status 7). It does not know what bytes mean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sends:
         self._mpi, self._comm = MPI, comm
         self._may_lose_ranks = outlives_ranks()
         self._waiting: deque[_Send] = deque()
-        self._given_up: list[_Send] = []
+        self._given_up: list[_Send] = []  # kept for ever: MPI may still read from their buffers
 
     def post(self, rank: int, tag: int, payload: bytes) -> None:
         """Send without waiting. To a rank that is gone nothing is sent."""
@@ -62,12 +62,8 @@ class Sends:
 
     def forget(self, ranks: Set[int]) -> None:
         """Ask no more for what is on its way to these ranks."""
-        self._give_up([one for one in self._waiting if one.rank in ranks])
+        self._given_up += [one for one in self._waiting if one.rank in ranks]
         self._waiting = deque(one for one in self._waiting if one.rank not in ranks)
-
-    def _give_up(self, sends: list[_Send]) -> None:
-        """Keep messages for ever: MPI may still read from their buffers."""
-        self._given_up += sends
 
     def _is_over(self, one: _Send) -> bool:
         if one.request.Get_status():
@@ -78,7 +74,7 @@ class Sends:
                     raise
             return True
         if self._may_lose_ranks and one.rank in self._lost_ranks():
-            self._give_up([one])
+            self._given_up.append(one)
             return True
         return False
 

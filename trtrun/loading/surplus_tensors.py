@@ -28,8 +28,8 @@ _NOT_NEEDED = re.compile(
     r".*\.experts\..*|.*\.(inv_freq|g_idx|weight_g_idx|weight_shape)"
     r"|.*[._](k|v|q|kv|input|output|prob)_(scale|zero_point|global_scale)"
 )
-"""Tensors that say what is known without them: angles, orders of groups, and scales of activations. And experts', which
-are read in parts that have other names."""
+"""Tensors that no text depends on: angles, orders of groups, and scales of activations. And experts', which are many,
+and read in parts that have other names."""
 
 
 def check_tied_head(files: Checkpoint, config: ModelConfig) -> None:
@@ -65,16 +65,17 @@ def _first_rows(files: Checkpoint, name: str) -> torch.Tensor:
 
 def tell_of_unread(path: Path, files: Checkpoint, config: ModelConfig, default: Quantization) -> None:
     """Say which tensors of a directory are in no weight, in a line of the log; nothing where there are none."""
-    unread = find_unread(files, config, default)
+    unread = _find_unread(files, config, default)
     if unread:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         _logger.warning(
-            "%s has %s%s, which config.json does not call for: not read, so that texts may not be the model's",
-            *(path, unread[0], more),
+            "%s has %s, which config.json does not call for: not read, so that texts may not be the model's",
+            path,
+            unread[0] + more,
         )
 
 
-def find_unread(files: Checkpoint, config: ModelConfig, default: Quantization) -> list[str]:
+def _find_unread(files: Checkpoint, config: ModelConfig, default: Quantization) -> list[str]:
     """Tensors in a model's own layers that none of its weights has: files of another model than config.json tells of
     have some, such as a norm or a bias, without which texts are others. Biases that are zero change nothing: AutoGPTQ
     writes them.

@@ -22,7 +22,7 @@ from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
 from trtrun.kvcache.specs import LayerSpecs, latent_of, state_of
 from trtrun.kvcache.store import KVStore
-from trtrun.loading.model_settings import JobModels, most_tokens, resolve_dtype_name
+from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
 from trtrun.memory.spaces import (
     adapter_space,
@@ -48,26 +48,22 @@ _ROUNDS_UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class HiddenKind:
-    """What a head on a rank of its own is told of each token: hidden states, numbers of each, and their dtype; and of
-    how many tokens in a round."""
+    """What a head on a rank of its own is told of each token: hidden states, numbers of each, and their dtype."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    most_tokens: int
 
     @classmethod
     def of(cls, config: RuntimeConfig, target: ModelConfig, heads: HeadsPlan | None) -> HiddenKind | None:
         """Find the kind of a configuration; None without such a head."""
         if heads is None or not config.heads_apart:
             return None
-        shape, dtype = (len(heads.taps), target.hidden_size), resolve_dtype(config.target, target)
-        return cls(shape, dtype, most_tokens(config, target))
+        return cls((len(heads.taps), target.hidden_size), resolve_dtype(config.target, target))
 
-    @property
-    def bytes_under_way(self) -> int:
+    def bytes_under_way(self, models: JobModels) -> int:
         """Bytes that may be on their way at once."""
         taps, numbers = self.shape
-        return _ROUNDS_UNDER_WAY * self.most_tokens * taps * numbers * self.dtype.itemsize
+        return _ROUNDS_UNDER_WAY * models.most_tokens * taps * numbers * self.dtype.itemsize
 
 
 def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
@@ -134,7 +130,7 @@ def engine_working_bytes(
         lines = models.most_tokens
         beside += adapter_working_bytes(model, tp_rank, len(section.devices), space, dtype, lines)
     if (told := HiddenKind.of(config, model, heads)) is not None:
-        beside, heads_here = beside + told.bytes_under_way, None
+        beside, heads_here = beside + told.bytes_under_way(models), None
     if heads_here is not None and heads_here.stored is not None:
         of_heads = kv_bytes_per_block(config, heads_here.stored, len(section.devices), dtype)
         beside += head_space(config, 0).num_blocks * of_heads

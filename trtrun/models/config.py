@@ -27,7 +27,7 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
 from trtrun.linear.quantization.quantizations import Rounded
 from trtrun.linear.stored.layout import StoredLinear
-from trtrun.models.experts_plan import cut_by_experts
+from trtrun.models.experts_plan import cut_by_experts, find_experts
 from trtrun.models.installed_families import find_family
 from trtrun.models.layer_inputs_plan import LayerInputsPlan
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
@@ -172,6 +172,11 @@ class ModelConfig(ModelShape):
     def in_context(self, tokens: int) -> ModelConfig:
         """The model for texts of so many tokens at most."""
         return replace(self, rope=self.rope.in_context(tokens))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture."""
+        return any(True for layer in self.layers for _ in find_experts(layer))
 
     def cut_by_experts(self) -> ModelConfig:
         """The model whose experts lie whole on the ranks of a group, in place of features of each.

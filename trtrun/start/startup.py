@@ -287,7 +287,7 @@ class RankStartup:
         free = left + demand.shard_bytes
         # Which nobody measures: a trial run sends nothing.
         told = HiddenKind.of(self._config, self._models.target, self._heads.plan)
-        under_way = told.bytes_under_way if told is not None and "target" in self._engines else 0
+        under_way = told.bytes_under_way(self._models) if told is not None and "target" in self._engines else 0
         return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes + under_way))
 
     def finish(self, size: StoreSize) -> tuple[Worker, RankReport]:

@@ -292,7 +292,7 @@ class WorkerFactory:
             peer=topology.worker_ranks.index(other),
             shape=kind.shape,
             dtype=kind.dtype,
-            most_bytes=kind.bytes_under_way,
+            most_bytes=kind.bytes_under_way(self.spec.models),
         )
 
     def _make_link(self) -> DeviceExchange:

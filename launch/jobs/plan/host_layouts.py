@@ -21,7 +21,6 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import host_of, kind_of
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import format_bytes
-from trtrun.models.experts_plan import find_experts
 from trtrun.start.job_spec import JobSpec
 
 MEMORY_BYTES_PER_S = {"cuda": 4.8e12, "cpu": 40e9}
@@ -96,7 +95,7 @@ def plan_hosts(config: RuntimeConfig, figures: Figures) -> HostsPlan:
     devices = tuple(dict.fromkeys((*config.target.devices, *(config.draft.devices if config.draft else ()))))
     if len({host_of(device) for device in devices}) < 2:
         raise ConfigError("plan --hosts: the devices are on one host: name those of several (docs/launch.md, Devices)")
-    has_experts = any(True for layer in JobSpec(config).target.layers for _ in find_experts(layer))
+    has_experts = JobSpec(config).target.has_experts
     assumed = figures.assume(kind_of(devices[0]))
     costs = tuple(estimate_layout(config, layout, assumed) for layout in list_layouts(config, devices, has_experts))
     possible = [cost for cost in costs if not cost.problem and cost.fits is not False]

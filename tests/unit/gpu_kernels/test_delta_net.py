@@ -208,7 +208,7 @@ def test_the_kernel_gets_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch,
 def test_the_kernel_compiles(architecture: int, of_prompts: bool, state: torch.dtype) -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     weights = make_weights((2, 4, 128, 128), DTYPE, DEVICE)
-    numbers = definitions(weights, forms_for(weights)[of_prompts], state, of_prompts=of_prompts)
+    numbers = definitions(weights, forms_for(weights)[of_prompts], state)
     words = [f"-D{name}={value}" for name, value in numbers.items()]
     program = nvrtc.createProgram(kernel_source(), "delta_net.cu", (), ())
     nvrtc.compileProgram(program, ["-std=c++17", f"-arch=compute_{architecture}", *words])

@@ -90,12 +90,10 @@ def test_a_long_prompt_is_read_on_beside_short_ones_that_keep_coming() -> None:
     scheduler.add(make_request(0, [1] * 1000, 1))
     read = 0
     for number in range(1, 101):
-        plan = scheduler.schedule()
-        assert plan is not None
+        plan = commit_next(scheduler)
         if number == 1:
             (admission,) = plan.admissions
         read += sum(chunk.length for chunk in plan.prefill if chunk.row == admission.row)
-        scheduler.commit(plan, [1] * len(plan.sampled_rows), [[5]] * len(plan.sampled_rows))
         if read == 1000:
             return
         scheduler.add(make_request(number, [number] * 10, 1))

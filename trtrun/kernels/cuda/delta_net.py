@@ -38,12 +38,14 @@ class Form(NamedTuple):
         columns: that each of them has a part of.
         tokens: that are asked for together.
         threads: of a block.
+        of_prompts: whether it is for rows with many tokens.
     """
 
     split: int
     columns: int
     tokens: int
     threads: int
+    of_prompts: bool
 
     @property
     def width(self) -> int:
@@ -52,7 +54,7 @@ class Form(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """How it is for rows with few tokens, and for tiles of prompts. Bits are the same with either."""
+    """One for rows with few tokens, and one for tiles of prompts. Bits are the same with either."""
 
     rows: Form
     prompts: Form
@@ -64,7 +66,8 @@ def forms_for(weights: DeltaNetWeights) -> Forms:
     Raises:
         CheckpointError: the kernel does not take such heads.
     """
-    rows, prompts = (_first_that_fits(weights.value_dim, numbers) for numbers in (_OF_ROWS, _OF_PROMPTS))
+    rows = _first_that_fits(weights.value_dim, _OF_ROWS, of_prompts=False)
+    prompts = _first_that_fits(weights.value_dim, _OF_PROMPTS, of_prompts=True)
     if weights.key_dim % (4 * _SPLIT) or weights.value_dim % rows.width:
         raise CheckpointError(
             f"heads of gated delta nets with keys of {weights.key_dim} numbers and values of {weights.value_dim}: on "
@@ -73,9 +76,9 @@ def forms_for(weights: DeltaNetWeights) -> Forms:
     return Forms(rows, prompts)
 
 
-def _first_that_fits(value_dim: int, numbers: Sequence[tuple[int, int]]) -> Form:
+def _first_that_fits(value_dim: int, numbers: Sequence[tuple[int, int]], *, of_prompts: bool) -> Form:
     """The first form of so many columns and threads that divides heads into whole blocks; the last where none does."""
-    forms = [Form(_SPLIT, columns, _TOKENS, threads) for columns, threads in numbers]
+    forms = [Form(_SPLIT, columns, _TOKENS, threads, of_prompts) for columns, threads in numbers]
     return next((form for form in forms if value_dim % form.width == 0), forms[-1])
 
 
@@ -98,11 +101,8 @@ def kernel_source() -> str:
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
-def definitions(
-    weights: DeltaNetWeights, form: Form, state: torch.dtype = torch.float32, *, of_prompts: bool = False
-) -> dict[str, int]:
-    """What is given at compilation; `state` is the dtype of matrices in memory, `of_prompts` whether rows have many
-    tokens."""
+def definitions(weights: DeltaNetWeights, form: Form, state: torch.dtype = torch.float32) -> dict[str, int]:
+    """What is given at compilation; `state` is the dtype of matrices in memory."""
     return {
         "KEYS": weights.keys,
         "VALUES": weights.values,
@@ -112,7 +112,7 @@ def definitions(
         "COLUMNS": form.columns,
         "TOKENS": form.tokens,
         "THREADS": form.threads,
-        "PROMPTS": int(of_prompts),
+        "PROMPTS": int(form.of_prompts),
         "KIND": _KINDS[weights.norm.dtype],
         "STATE": _KINDS[state],
     }
@@ -123,22 +123,21 @@ class CudaRecurrence:
 
     Args:
         weights: of the rank's heads; activations have the dtype of its norm.
-        forms: other ones than usual.
 
     Raises:
         CheckpointError: it does not take such heads.
         StartError: there is no CuPy, or it cannot compile.
     """
 
-    def __init__(self, weights: DeltaNetWeights, forms: Forms | None = None) -> None:
+    def __init__(self, weights: DeltaNetWeights) -> None:
         self._weights, self._device = weights, weights.fading.device
-        self._forms = forms if forms is not None else forms_for(weights)
+        self._forms = forms_for(weights)
         self._kernels = {torch.float32: self._kernels_of(torch.float32)}
         self._begins_early = begins_early(self._device)
 
     def _kernels_of(self, state: torch.dtype) -> list[tuple[Any, int]]:
         """Module and kernel of each form, for matrices that are kept in a dtype."""
-        found = (definitions(self._weights, it, state, of_prompts=at > 0) for at, it in enumerate(self._forms))
+        found = (definitions(self._weights, form, state) for form in self._forms)
         return [_compile(tuple(f"-D{name}={value}" for name, value in it.items()), self._device) for it in found]
 
     def __call__(self, brought: Tokens, states: LayerStates, segment_states: SegmentStates, read: torch.Tensor) -> None:
